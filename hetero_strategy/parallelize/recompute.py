@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hetero_strategy.errors import ConfigError
@@ -119,26 +120,37 @@ def decoupled(recompute: Mapping[str, Recompute], fill: str, filling: Iterable[s
 def apply_recompute(blocks: Iterable[nn.Module], how: Recompute) -> None:
     """Apply activation checkpointing to these blocks, without a wrapper module: parameter names stay as they are."""
     for block in blocks:
+        vars(block)["_hetero_trains"] = any(p.requires_grad for p in block.parameters())
         compiled = block.__dict__.get("forward")
         if compiled is not None:
-            block.forward = partial(_recomputed, compiled)
+            block.forward = partial(_recomputed, block, compiled)
         else:  # one function for all blocks, so that they share what is compiled of it
             block.forward = MethodType(_all_but_matmuls if how.keeps_matmuls else _all, block)
 
 
 def _all(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _recomputed(type(block).forward, block, *args, **kwargs)
+    return _recomputed(block, type(block).forward, block, *args, **kwargs)
 
 
 def _all_but_matmuls(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     forward = type(block).forward
-    if not torch.is_grad_enabled():
+    if not _has_backward(block, args, kwargs):
         return forward(block, *args, **kwargs)
     contexts = partial(create_selective_checkpoint_contexts, MATMULS)
     return checkpoint(forward, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
+def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not _has_backward(block, args, kwargs):
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _has_backward(block: nn.Module, *given: Any) -> bool:
+    """Whether a backward may come, as it does to no frozen block of frozen rows: torch 2.13 cannot compile what is to
+    run again and has none, where it might draw random numbers, as attention does to torch.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+    return vars(block)["_hetero_trains"] or any(tensor.requires_grad for tensor in tensors)

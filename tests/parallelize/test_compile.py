@@ -49,6 +49,21 @@ RARELY += [("inductor", "every 2"), ("inductor", "all but matmuls")]
 """With 'every 2' some blocks are recomputed and others are not, so neither way needs a case of its own."""
 
 
+@pytest.mark.parametrize("way", ["all", "all but matmuls"])
+def test_frozen_blocks_of_frozen_rows_may_be_said_to_run_again(way: str) -> None:
+    """As an encoder's whose projector trains: torch cannot compile what would run again and has no backward."""
+    found = []
+    for backend in ("aot_eager", None):
+        module = titan_llama(**TITAN | {"n_layers": 1})
+        for frozen in (module.model.tok_embeddings, module.model.layers):
+            frozen.requires_grad_(False)
+        layout, recompute = ModuleLayout([0]).resolved(), recomputes({"llm": way})["llm"]
+        parallelize("llm", module, layout, None, torch.device("cpu"), seed=1, recompute=recompute, compile=backend)
+        module(tokens([40, 24])).loss_sum.backward()
+        found.append(module.model.output.weight.grad)
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "way"), [
     OFTEN, *(pytest.param(*rarely, marks=pytest.mark.full) for rarely in RARELY)
