@@ -302,31 +302,31 @@ def search(
 
 
 def candidates(answer: Answer, planner: Planner, tokens: float) -> Table:
-    """The best that were simulated, and the best with one layout for all."""
+    """The best that were simulated, once each where some differ in nothing that is shown, and that with one layout."""
     title = f"{answer.considered} candidates fit on {planner.evaluator.cluster}"
     table = Table(title=f"{title}, {len(answer.ranked)} simulated", title_justify="left")
     for column in ("", "step", "tokens/s", "microbatches", "schedule", *planner.evaluator.shape.modules):
         table.add_column(column, overflow="fold")
-    shown = list(answer.ranked[:SHOWN])
-    alike = answer.homogeneous()
-    if alike is not None and alike not in shown:
-        shown.append(alike)
-    for ranked in shown:
-        marks = ["best"] * (ranked is answer.best) + ["one layout"] * (ranked is alike)
-        table.add_row(*row(" ".join(marks), ranked, planner, tokens))
+    rows, alike = dict[tuple[str, ...], None](), answer.homogeneous()
+    for ranked in answer.ranked:
+        if len(rows) < SHOWN:
+            rows.setdefault(row(ranked, planner, tokens))
+    marked = [(mark, row(it, planner, tokens)) for mark, it in (("best", answer.best), ("one layout", alike)) if it]
+    for cells in dict.fromkeys([*rows, *(cells for _, cells in marked)]):
+        table.add_row(" ".join(mark for mark, its in marked if its == cells), *cells)
     return table
 
 
-def row(mark: str, ranked: Ranked, planner: Planner, tokens: float) -> list[str]:
+def row(ranked: Ranked, planner: Planner, tokens: float) -> tuple[str, ...]:
     """One candidate."""
     placed = planner.evaluator.place(ranked.candidate)
     table = place(ranked.candidate.layouts, planner.evaluator.cluster.ranks).table()
     where = {module: f"{ranks}\n{degrees}" for module, ranks, degrees in table}
     again = ranked.candidate.recompute
-    return [
-        mark, seconds(ranked.seconds), f"{tokens / ranked.seconds:,.0f}", str(ranked.candidate.microbatches),
+    return (
+        seconds(ranked.seconds), f"{tokens / ranked.seconds:,.0f}", str(ranked.candidate.microbatches),
         how_it_runs(placed), *(text + ("\nrecomputed" if m in again else "") for m, text in where.items()),
-    ]  # fmt: skip
+    )  # fmt: skip
 
 
 def how_it_runs(placed: Placed) -> str:

@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.explain import explain, unfilled
 from hetero_strategy.planner.times import MIXED, NOTHING, BlockSeconds, Line
-from recipes.plan import beside, bubbles, modules, reasons
+from recipes.plan import SHOWN, beside, bubbles, candidates, modules, reasons
 from tests.distributed.harness import Pool
 from tests.planner.models import batch, cluster, model
 from tests.recipes.commands import SMALL, Ended, run_forked, run_on_ranks
@@ -142,6 +143,17 @@ def test_what_was_planned_is_in_the_file(pool: Pool, tmp_path: Path) -> None:
     assert text.startswith("# @package _global_") and "4 x a40" in text and "microbatches" not in text
     assert "layout:" in text and "vision:" in text and "llm:" in text
     assert "recipes.train" not in found.output
+
+
+def test_candidates_that_look_the_same_are_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.plan.row", lambda ranked, *_: (ranked.partition(" ")[0],))
+    planner: Any = SimpleNamespace(evaluator=SimpleNamespace(shape=SimpleNamespace(modules=()), cluster="2 x cpu"))
+    ranked = ["1 auto", "1 fine", *(str(n) for n in range(2, 20))]
+    answer: Any = SimpleNamespace(ranked=ranked, best="1 fine", homogeneous=lambda: "15", considered=99)
+    table = candidates(answer, planner, 1.0)
+    marks, steps = ([*column.cells] for column in table.columns[:2])
+    assert steps == [*(str(n) for n in range(1, 1 + SHOWN)), "15"]
+    assert marks == ["best", *[""] * (SHOWN - 1), "one layout"]
 
 
 @pytest.mark.full
