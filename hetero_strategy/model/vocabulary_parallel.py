@@ -32,10 +32,10 @@ class _OwnTokens(nn.Embedding):
         weight = self.weight
         assert isinstance(weight, DTensor)
         part, mesh = weight.to_local(), weight.device_mesh
-        own = ids.to_local() - mesh.get_local_rank() * len(part)
+        first = mesh.get_local_rank() * len(part)
+        own = ids.to_local() - first
         elsewhere = (own < 0) | (own >= len(part))
-        padding = None if self.padding_idx is None else self.padding_idx - mesh.get_local_rank() * len(part)
-        if padding is not None and not 0 <= padding < len(part):
-            padding = None
-        rows = F.embedding(own.masked_fill_(elsewhere, 0), part, padding).masked_fill_(elsewhere[..., None], 0)
+        padding = -1 if self.padding_idx is None else self.padding_idx - first
+        here = padding if 0 <= padding < len(part) else None
+        rows = F.embedding(own.masked_fill_(elsewhere, 0), part, here).masked_fill_(elsewhere[..., None], 0)
         return DTensor.from_local(rows, mesh, (Partial(),), run_check=False)

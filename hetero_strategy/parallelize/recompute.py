@@ -150,7 +150,6 @@ def _has_backward(block: nn.Module, *given: Any) -> bool:
     """Whether a backward may come, as it does to no frozen block of frozen rows: torch 2.13 cannot compile what is to
     run again and has none, where it might draw random numbers, as attention does to torch.
     """
-    if not torch.is_grad_enabled():
-        return False
-    tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
-    return vars(block)["_hetero_trains"] or any(tensor.requires_grad for tensor in tensors)
+    if not torch.is_grad_enabled() or vars(block)["_hetero_trains"]:
+        return torch.is_grad_enabled()
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(given))
