@@ -165,10 +165,11 @@ class _Module:
                 rows = {"": torch.empty(int(inputs.rows.sum()), self.module.width, dtype=self.dtype)}
             leaves = [leaf.requires_grad_(flows) for leaf in (hidden, *rows.values()) if leaf is not None]
             how = WAYS[way]
+            for block in stage.blocks().values():
+                undo.callback(vars(block).update, dict(vars(block)))
+                undo.callback(vars(block).clear)
             if how is not None:
-                for block in stage.blocks().values():
-                    apply_recompute([block], how)
-                    undo.callback(block.__dict__.pop, "forward", None)
+                apply_recompute(stage.blocks().values(), how)
             stage.compute_dtype = self.dtype
             counted = undo.enter_context(_Counted(self.module, stage))
 
@@ -178,8 +179,6 @@ class _Module:
                 split = flows and weights and how is None
                 found.append(_halves(run, counted, leaves, weights) if split else found[-1])
                 apply_offload(stage, stage.blocks().values(), _Nowhere(torch.device("cpu")))
-                for block in stage.blocks().values():
-                    undo.callback(block.__dict__.pop, "forward", None)
                 return found + (_stays(run, counted) if weights or flows else [0.0] * 3)
 
             return features(inputs.packing), _Fake(stage, self.dtype).do(work)
