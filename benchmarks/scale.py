@@ -33,7 +33,7 @@ from benchmarks.common import arguments, report, write_json
 from benchmarks.pipelines import Setting
 from hetero_strategy.checkpoint.inventory import Coordinates, Inventory, take_inventory
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.layout.registry import MESH_AXES
+from hetero_strategy.layout.registry import mesh_sizes
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.parallelize import apply
 from hetero_strategy.parallelize.gradients import local
@@ -92,9 +92,9 @@ def held(chosen: Setting, rank: int) -> Iterator[Stages]:
                 layout, mesh = layouts[name], None
                 where = chosen.placement.coordinate(name, rank)
                 assert where is not None
-                if layout.dp_shard > 1 or layout.tp > 1:
-                    axes = [a for a in MESH_AXES if getattr(layout, a) > 1 or a == "dp_shard"]
-                    grid = next(g for g in layout.grid() if rank in g).reshape([getattr(layout, a) for a in axes])
+                if layout.shards > 1 or layout.tp > 1:
+                    axes = {a: size for a, size in mesh_sizes(layout).items() if size > 1 or a == "dp_shard"}
+                    grid = next(g for g in layout.grid() if rank in g).reshape([*axes.values()])
                     mesh = DeviceMesh("cpu", torch.from_numpy(grid.copy()), mesh_dim_names=tuple(axes))
                 split, device = layout.split or (), torch.device("meta")
                 made = apply.parallelize(name, module, layout, mesh, device, seed=0, split=split, pp_rank=where.pp)

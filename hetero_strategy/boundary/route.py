@@ -55,7 +55,7 @@ class Side:
     By default every rank of an instance has all of its rows.
 
     Raises:
-        LayoutError: ``sharding`` has more than one part, and the rows of an instance are no multiple of these.
+        LayoutError: ``sharding`` cannot divide the rows of an instance.
     """
 
     instances: Int64[np.ndarray, "instances ranks"]
@@ -63,11 +63,11 @@ class Side:
     sharding: RowSharding = REPLICATED
 
     def __post_init__(self) -> None:
-        parts = self.sharding.parts
-        if parts > 1 and (left := self.totals % parts).any():
+        multiple = self.sharding.multiple
+        if multiple > 1 and (left := self.totals % multiple).any():
             at = int(left.argmax())
             raise LayoutError(
-                f"rows in {parts} parts: instance {at} has {self.totals[at]} rows, which is no multiple; samples are"
+                f"rows in {multiple} parts: instance {at} has {self.totals[at]} rows, which is no multiple; samples are"
                 " filled up, items are not: give these a multiple of rows, or let row_sharding say one part"
             )
 

@@ -23,7 +23,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.layout.spec import ModuleLayout
 
-MESH_AXES = ("dp_replicate", "dp_shard", "tp")
+CONTEXT = 2
+"""Axis of context parallelism in a pipeline slice, ``[dp_replicate, dp_shard, cp, tp]``."""
 MESSAGE_CTAS = 8
 """Blocks of threads that a message of NCCL keeps on the GPU, a receive also while it waits; NCCL_MAX_CTAS goes before.
 By itself NCCL takes up to 32 between two GPUs of a node, of which 8 carry some 160 GB/s."""
@@ -53,6 +54,12 @@ class GroupRegistry:
         self.device_type = device_type
         self._timeout = timeout
         self._rank = dist.get_rank()
+        self._grids = {
+            name: part
+            for name, layout in placement.layouts.items()
+            for part in layout.grid()
+            if self._rank in part and layout.cp > 1
+        }
         self._channels: list[dist.ProcessGroup | None] = []
         everyone = tuple(range(dist.get_world_size()))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
@@ -91,6 +98,12 @@ class GroupRegistry:
         """
         key = tuple(sorted(ranks))
         return None if len(key) < 2 else self._groups[key]
+
+    def context(self, module: str) -> dist.ProcessGroup | None:
+        """Return the group of the ranks that share this rank's sequences of the module by context parallelism."""
+        grid = self._grids.get(module)
+        lines = () if grid is None else _lines(grid, CONTEXT)
+        return next((self.group(line) for line in lines if self._rank in line), None)
 
     def channel(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """Return a group of these ranks whose messages wait for no other channel's; None as in :meth:`group`.
@@ -142,8 +155,9 @@ class GroupRegistry:
     ) -> DeviceMesh | None:
         if self._rank not in layout.ranks:
             return None
-        axes = tuple(name for name in MESH_AXES if getattr(layout, name) > 1 or name == "dp_shard")
-        grid = next(g for g in layout.grid() if self._rank in g).reshape([getattr(layout, name) for name in axes])
+        sizes = mesh_sizes(layout)
+        axes = tuple(name for name, size in sizes.items() if size > 1 or name == "dp_shard")
+        grid = next(g for g in layout.grid() if self._rank in g).reshape([sizes[name] for name in axes])
         lines = [line for axis in range(len(axes)) for line in _lines(grid, axis) if self._rank in line]
         if missing := [line for line in lines if line not in made]:
             raise KeyError(f"{module}: its mesh of {axes} needs a group of ranks {missing[0]}, which was not created")
@@ -194,12 +208,19 @@ def rank_sets(placement: Placement, needed: Iterable[Iterable[int]]) -> list[tup
     sets: dict[tuple[int, ...], None] = {}
     for layout in placement.layouts.values():
         for grid in layout.grid():
-            part = grid.reshape([getattr(layout, name) for name in MESH_AXES])
+            part = grid.reshape([*mesh_sizes(layout).values()])
             for axis in range(part.ndim):
                 sets.update(dict.fromkeys(_lines(part, axis)))
+            if layout.cp > 1:
+                sets.update(dict.fromkeys(_lines(grid, CONTEXT)))
     for ranks in needed:
         sets[tuple(sorted({int(r) for r in ranks}))] = None
     return list(sets)
+
+
+def mesh_sizes(layout: ModuleLayout) -> dict[str, int]:
+    """Axes of a module's mesh, that of its parameters: its context-parallel ranks are on the axis of shards."""
+    return {"dp_replicate": layout.dp_replicate, "dp_shard": layout.shards, "tp": layout.tp}
 
 
 def _lines(grid: np.ndarray, axis: int) -> list[tuple[int, ...]]:

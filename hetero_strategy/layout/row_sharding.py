@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
+from typing_extensions import override
 
 from hetero_strategy import ragged
 
@@ -31,14 +33,19 @@ class RowSharding:
     The sets are neighbouring ranks of an instance, and the ranks of a set are replicas: each has all rows of its part.
     With one part every rank has every row; with a part for each rank no two have the same (sequence parallelism).
 
-    Another way to lay rows out, such as the two chunks that each rank of context parallelism has, is a subclass that
-    says where a row is: :meth:`cut` for runs, :meth:`local` for rows.
+    Another way to lay rows out, such as :class:`ContextSharding`, is a subclass that says where a row is: :meth:`cut`
+    for runs, :meth:`local` for rows.
 
     Args:
-        parts: divides the ranks of an instance, and its rows.
+        parts: divides the ranks of an instance.
     """
 
     parts: int = 1
+
+    @property
+    def multiple(self) -> int:
+        """Number that divides the rows of every instance."""
+        return self.parts
 
     def rank_sets(self, instances: Int64[np.ndarray, "instances ranks"]) -> Int64[np.ndarray, "sets replicas"]:
         """Return the global ranks that have the same rows, from those of each instance."""
@@ -79,6 +86,54 @@ class RowSharding:
         begin = part * size[run]
         low, high = np.maximum(start[run], begin), np.minimum((start + rows)[run], begin + size[run])
         return Pieces(run, low - start[run], high - low, part, low - begin)
+
+
+@dataclass(frozen=True)
+class ContextSharding(RowSharding):
+    """Rows of context parallelism: of ``2 * context`` equal chunks rank ``j`` has the ``j``-th from the start and the
+    ``j``-th from the end, in this order, so that all ranks have as much causal attention to do where one sequence fills
+    the rows (Llama 3, arXiv:2407.21783, section 3.3.2). Each rank's rows are cut again where there are more parts.
+
+    Args:
+        context: context-parallel ranks of an instance; divides ``parts``.
+    """
+
+    context: int = 1
+
+    @property
+    @override
+    def multiple(self) -> int:
+        return lcm(self.parts, 2 * self.context)
+
+    def chunks(self, total: int, rank: int) -> tuple[slice, slice]:
+        """Return the two chunks of an instance's rows that a context-parallel rank has."""
+        size, other = total // (2 * self.context), 2 * self.context - 1 - rank
+        return slice(rank * size, (rank + 1) * size), slice(other * size, (other + 1) * size)
+
+    @override
+    def local(self, rows: Int64[np.ndarray, "rows"], total: int, part: int) -> Int64[np.ndarray, "local"]:
+        return super().local(self._turned(rows, np.full(len(rows), total)), total, part)
+
+    @override
+    def cut(
+        self, start: Int64[np.ndarray, "runs"], rows: Int64[np.ndarray, "runs"], total: Int64[np.ndarray, "runs"]
+    ) -> Pieces:
+        one = RowSharding(2 * self.context).cut(start, rows, total)
+        totals = total[one.run]
+        two = super().cut(self._turned(start[one.run] + one.offset, totals), one.rows, totals)
+        return two._replace(run=one.run[two.run], offset=one.offset[two.run] + two.offset)
+
+    def _turned(self, rows: np.ndarray, total: np.ndarray) -> np.ndarray:
+        """Where rows lie if the two chunks of each rank lie together, rank by rank."""
+        size = np.maximum(total // (2 * self.context), 1)
+        chunk = rows // size
+        place = np.where(chunk < self.context, 2 * chunk, 4 * self.context - 1 - 2 * chunk)
+        return rows + (place - chunk) * size
+
+
+def sharding(context: int = 1, parts: int = 1) -> RowSharding:
+    """Return how rows lie on the ranks of an instance: over ``context`` ranks, and of each over ``parts``."""
+    return RowSharding(parts) if context == 1 else ContextSharding(context * parts, context)
 
 
 REPLICATED = RowSharding()

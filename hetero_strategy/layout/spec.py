@@ -18,10 +18,7 @@ from hetero_strategy.layout.pipeline import Pipeline
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from outermost (slowest varying rank) to innermost; ``ep`` reuses ranks of the others."""
 
-NOT_YET = {
-    "cp": "context parallelism",
-    "ep": "expert parallelism",
-}
+NOT_YET = {"ep": "expert parallelism"}
 
 
 @dataclass(frozen=True)
@@ -32,8 +29,9 @@ class ModuleLayout:
         ranks: global ranks of the module, in any order (they are kept ascending: torch orders a group's members by
             global rank, and a mesh that disagrees gives silently wrong gradients). An int ``n`` means ``range(n)``.
         dp_replicate: replicas of the parameters, whose gradients are all-reduced.
-        dp_shard: ranks over which parameters, gradients and optimizer state are sharded (FSDP2).
-        cp: context-parallel ranks (above 1: not yet).
+        dp_shard: instances over whose ranks parameters, gradients and optimizer state are sharded (FSDP2).
+        cp: context-parallel ranks of an instance: each has a part of the tokens of every sequence, and all of them
+            shard parameters as ``dp_shard`` ranks do. Language models only.
         tp: tensor-parallel ranks.
         tp_chunks: most chunks of a microbatch's rows whose tensor-parallel collectives run one by one beside the
             matmuls of the next; 1: collectives and matmuls take turns.
@@ -81,6 +79,13 @@ class ModuleLayout:
     def dp(self) -> int:
         """The number of instances: data-parallel coordinates, each of which computes its own units."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks over which a parameter is sharded: those of ``dp_shard``, and of each the ``cp`` ranks,
+        which have seen other tokens as other instances have seen other samples.
+        """
+        return self.dp_shard * self.cp
 
     @property
     def pipeline(self) -> Pipeline:

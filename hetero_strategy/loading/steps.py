@@ -50,6 +50,8 @@ class RankView:
     """Modules of which this rank holds later pipeline stages only: it reads no payload for them."""
     without_last: frozenset[str] = frozenset()
     """Modules of which this rank lacks the last pipeline stage: it needs no labels or targets for them."""
+    context: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Module -> which of an instance's context-parallel ranks this one is, and of how many; of several alone."""
 
     @classmethod
     def of(
@@ -65,6 +67,11 @@ class RankView:
             row_multiple=dict(row_multiple or {}),
             without_first=frozenset(name for name in modules if 0 not in stages[name]),
             without_last=frozenset(name for name in modules if pipelines[name].stages - 1 not in stages[name]),
+            context={
+                name: (seat.shard // layout.tp, layout.cp)
+                for name, seat in seats.items()
+                if seat is not None and (layout := placement.layouts[name]).cp > 1
+            },
         )
 
     def reads(self, module: str, *, target: bool = False) -> bool:
@@ -270,6 +277,7 @@ class StepDataset(Dataset[Batch]):
                 seed=(self.seed, 0 if self.same_noise else plan.metadata.epoch),
                 processor=self.processors.get(module),
                 content=content,
+                context=self.share.context.get(module, (0, 1)),
                 alike=alike,
                 cache=self.caches.get(module),
             )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
+from hetero_strategy.layout.row_sharding import RowSharding, sharding
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.hf_folder import HFWeights
 from hetero_strategy.model.inputs import RawRows
@@ -62,6 +62,10 @@ class Adapter(nn.Module):
     """Names inside a block of the linear maps that follow those, whose inputs it splits."""
     tp_compiles: bool = False
     """Whether torch can compile its blocks for any number of rows where tensor parallelism splits them."""
+    context_parallel: bool = False
+    """Whether it can be given a part of its rows, where these meet each other in ``packed_attention`` alone."""
+    context_group: str = ""
+    """Name of the process group of the ranks that have the other parts."""
     compiled_by: str | None = None
     """Backend of ``torch.compile`` that the blocks are compiled by; what a stage does besides may be, too."""
     tp_chunks: int = 1
@@ -243,9 +247,9 @@ class Adapter(nn.Module):
 
     def row_sharding(self, layout: ModuleLayout) -> RowSharding:
         """Return how rows at the edges and between stages lie on an instance's ranks in this layout; as they are after
-        :meth:`apply_tp`. By default every rank has them all.
+        :meth:`apply_tp`. By default every tensor-parallel rank has all that the context-parallel one has.
         """
-        return REPLICATED
+        return sharding(layout.cp)
 
     def after_tp(self, tp: int) -> None:
         """Adjust what a plan cannot express, such as a stored number of heads."""

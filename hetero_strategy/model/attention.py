@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel, varlen
 
 from hetero_strategy.errors import ModelError
+from hetero_strategy.model.context import Context
 from hetero_strategy.model.inputs import Packing
 
 varlen_attn: Any = varlen.varlen_attn
@@ -94,18 +95,30 @@ def packed_attention(
             f"window={window} of attention that is not causal: packed attention has windows that look back alone; leave"
             " it out, or give the blocks an attention of their own"
         )
+    options = _Options(causal, window, scale, dropout, softcap)
+    if packing.context is not None:
+        return _in_context(query, key, value, packing, packing.context, options)
     if packing.rows == 0:
         return query + (key.sum() + value.sum())  # empty, yet a gradient (zero) reaches all three
-    options = _Options(causal, window, scale, dropout, softcap)
-    if query.is_cuda and not dropout and softcap is None and VARLEN:
-        device = torch.cuda.get_device_properties(query.device)  # which torch keeps, and its compiler takes as constant
-        if _flash_takes(query.dtype, query.shape[-1], device.major):
-            alike = window is None and packing.alike and device.major >= DENSE_MAJOR
-            kernel = _dense if alike and current_flash_attention_impl() is None else _flash
-            return kernel(query, key, value, packing, options)
+    if _runs_flash(query, options):
+        alike = window is None and packing.alike and _major(query) >= DENSE_MAJOR
+        kernel = _dense if alike and current_flash_attention_impl() is None else _flash
+        return kernel(query, key, value, packing, options)
     if torch.compiler.is_compiling():  # code that must not depend on how many buckets there are
         return _masked(query, key, value, packing, options)
     return _in_buckets(query, key, value, packing, options)
+
+
+def _runs_flash(query: Tensor, options: _Options) -> bool:
+    """Whether torch's flash kernels for packed sequences run here and do all that is asked."""
+    if not query.is_cuda or options.dropout or options.softcap is not None or not VARLEN:
+        return False
+    return _flash_takes(query.dtype, query.shape[-1], _major(query))
+
+
+def _major(rows: Tensor) -> int:
+    """Major compute capability of a GPU, which torch keeps, and its compiler takes as constant."""
+    return torch.cuda.get_device_properties(rows.device).major
 
 
 def _flash_takes(dtype: torch.dtype, head_dim: int, major: int) -> bool:
@@ -121,7 +134,8 @@ def _in_buckets(query: Tensor, key: Tensor, value: Tensor, packing: Packing, opt
         rows = slice(bucket.start, bucket.start + bucket.count * bucket.length)
         mask = None if options.causal else bucket.mask
         if options.window is not None and options.window < bucket.length:
-            mask = _seen(torch.arange(bucket.length, device=q.device), options.window)[None, None]
+            steps = torch.arange(bucket.length, device=q.device)
+            mask = _seen(steps, steps, options.window)[None, None]
         one, two, three = (x[rows].unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
         part = _attend(one, two, three, mask, options)
         parts.append(part.transpose(1, 2).flatten(0, 1))
@@ -138,11 +152,17 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options:
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options: _Options) -> Tensor:
-    rows = (x[0].transpose(0, 1) for x in (query, key, value))
-    bounds = (packing.offsets, packing.offsets, packing.longest, packing.longest)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return _varlen(q, k, v, (packing.offsets, packing.offsets, packing.longest, packing.longest), options)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Any, ...], options: _Options) -> Tensor:
+    """Torch's kernel on rows ``[rows, heads, head_dim]``; bounds: offsets of rows and of keys, the longest of both. The
+    last row of a sequence sees its last key.
+    """
     around = (-1 if options.window is None else options.window - 1, 0) if options.causal else (-1, -1)
     shared: dict[str, Any] = {"enable_gqa": True} if TOLD_OF_SHARED_HEADS and query.shape[1] != key.shape[1] else {}
-    out: Tensor = varlen_attn(*rows, *bounds, scale=options.scale, window_size=around, **shared)
+    out: Tensor = varlen_attn(query, key, value, *bounds, scale=options.scale, window_size=around, **shared)
     return out.transpose(0, 1)[None]
 
 
@@ -150,13 +170,32 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options
     """One call over all rows, whatever sequences they are; its mask ``[T, T]`` grows with the square of the rows."""
     mask = packing.sequence[:, None] == packing.sequence
     if options.causal:
-        mask = mask & _seen(packing.positions, options.window)
+        mask = mask & _seen(packing.positions, packing.positions, options.window)
     return _attend(query, key, value, mask[None, None], options)
 
 
-def _seen(positions: Tensor, window: int | None) -> Tensor:
-    """Whether a row ``i`` sees a row ``j`` of its sequence, bool ``[T, T]``."""
-    before = positions[:, None] - positions
+def _in_context(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, context: Context, options: _Options
+) -> Tensor:
+    """Attention of one rank's rows to those of all ranks of context parallelism."""
+    if not options.causal:
+        raise ModelError("attention that is not causal does not know context parallelism: set cp=1")
+    sizes = [rows.shape[1] * rows.shape[3] for rows in (key, value)]
+    own = torch.cat([rows[0].transpose(0, 1).flatten(1) for rows in (key, value)], dim=1)
+    gathered = context.gather(own)
+    if _runs_flash(query, options):
+        keys, values = (x.unflatten(1, (key.shape[1], -1)) for x in context.seen(gathered).split(sizes, dim=1))
+        bounds = (*context.offsets, *(len(extent) for extent in context.extents))
+        return _varlen(query[0].transpose(0, 1), keys, values, bounds, options)
+    keys, values = (x.unflatten(1, (key.shape[1], -1)).transpose(0, 1)[None] for x in gathered.split(sizes, dim=1))
+    mask = packing.sequence[:, None] == context.sequence
+    mask = mask & _seen(packing.positions, context.positions, options.window)
+    return _attend(query, keys, values, mask[None, None], options)
+
+
+def _seen(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Whether a row at one of these positions sees a key at one of those, bool ``[rows, keys]``."""
+    before = rows[:, None] - keys
     return before >= 0 if window is None else (before >= 0) & (before < window)
 
 

@@ -18,6 +18,7 @@ from typing_extensions import override
 from hetero_strategy import ragged
 from hetero_strategy.errors import DataError
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, previous_rows
+from hetero_strategy.model.context import in_context
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
 from hetero_strategy.model.kind import LossOutput, ModuleKind
 from hetero_strategy.model.token_loss import token_loss
@@ -64,7 +65,8 @@ class CausalLMKind(ModuleKind):
         source = np.flatnonzero(~last)
         source = source[learnt[source + 1]]
         labels[source] = ids[source + 1]
-        return SequenceInputs(torch.from_numpy(ids), torch.from_numpy(labels), packing, slots=units.slots)
+        made = SequenceInputs(torch.from_numpy(ids), torch.from_numpy(labels), packing, slots=units.slots)
+        return made if units.context == (0, 1) else in_context(made, *units.context)
 
     @override
     def metrics(self, metadata: StepMetadata, module: str) -> dict[str, int]:
@@ -78,7 +80,10 @@ class CausalLMKind(ModuleKind):
         per_sequence = output.loss_sum.new_zeros(2, len(inputs.packing.lengths), dtype=torch.int64)
         counted = torch.stack([torch.ones_like(output.correct), output.correct])
         wanted, right = per_sequence.index_add_(1, sequence, counted.to(torch.int64))
-        return right.sum(), ((wanted == right) & (wanted > 0)).sum()
+        if (context := inputs.packing.context) is None:
+            return right.sum(), ((wanted == right) & (wanted > 0)).sum()
+        of_all = context.summed(per_sequence)  # and one rank counts the sequences
+        return right.sum(), ((of_all[0] == of_all[1]) & (of_all[0] > 0)).sum() * (context.part == 0)
 
     @override
     def result(self, module: Adapter, metadata: StepMetadata, like: Tensor, *, pipelined: bool) -> Tensor:
@@ -91,6 +96,8 @@ class CausalLMKind(ModuleKind):
     ) -> tuple[np.ndarray, Tensor]:
         labels = metadata.labels
         place = ragged.expand(ragged.starts(labels)[units], labels[units])
+        if inputs.own_labels is not None:
+            place = place[inputs.own_labels]
         if len(place) != len(output.predicted):
             raise DataError(f"the plan says {len(place)} labels, the batch holds {len(output.predicted)}")
         return place, output.predicted
@@ -165,6 +172,8 @@ class CausalLM(Adapter):
                 f"{type(self).__name__}: a sequence of {inputs.packing.longest} tokens exceeds the model's maximum "
                 f"{self.max_length}: shorten samples or raise the maximum"
             )
+        if inputs.packing.context is not None:
+            inputs.packing.context.group = self.context_group
         if self.first_stage:
             hidden = self.embed(inputs.ids)
             if self.before is not None:

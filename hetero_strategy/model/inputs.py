@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 import torch
 from typing_extensions import override
 
 from hetero_strategy import ragged
+
+if TYPE_CHECKING:
+    from hetero_strategy.model.context import Context
 
 IGNORE = -100
 """Label of a row without a loss."""
@@ -107,6 +110,9 @@ class Packing(Movable):
     need not move."""
     restore: torch.Tensor | None
     """int64 ``[T]``: the slot of each row in the concatenated padded buckets; None as in :attr:`gather`."""
+    context: Context | None = None
+    """Of context parallelism, where these rows are one rank's among those of all sequences, and attention has to look
+    elsewhere for the others: then all above but :attr:`lengths` and :attr:`extent` is of these rows alone."""
 
     @staticmethod
     def of(lengths: np.ndarray, *, alike: bool = False) -> Packing:
@@ -275,6 +281,8 @@ class SequenceInputs(ModuleInputs):
     """The T rows, packed; alignment rows form a last sequence of their own with labels -100."""
     labelled: torch.Tensor | None = None
     """int64: the rows that have a label, ascending; found where the inputs are made, on the host."""
+    own_labels: np.ndarray | None = None
+    """int64, on the host: with context parallelism, which of the instance's labels these rows have; None: all."""
 
     def __post_init__(self) -> None:
         if self.labelled is None:
@@ -284,8 +292,8 @@ class SequenceInputs(ModuleInputs):
     def silenced(self, bad: np.ndarray) -> Self:
         sequences = np.zeros(len(self.packing.lengths), bool)  # alignment rows, last, have no labels anyway
         sequences[: len(bad)] = bad
-        silent = torch.from_numpy(np.repeat(sequences, self.packing.lengths))
-        labels = self.labels.masked_fill(silent.to(self.labels.device), IGNORE)
+        silent = torch.from_numpy(sequences).to(self.labels.device).index_select(0, self.packing.sequence)
+        labels = self.labels.masked_fill(silent, IGNORE)
         return replace(self, labels=labels, labelled=None)
 
 

@@ -187,7 +187,7 @@ class MultimodalModel(nn.Module):
                 if inputs is None:  # the module has nothing to do in this microbatch
                     continue
                 assert module.random_numbers is not None
-                module.random_numbers.start(batch.plan.metadata, call, number, 0, 0, device, rows_apart=False)
+                module.random_numbers.start(batch.plan.metadata, call, number, 0, 0, device, rows_of=0)
                 rows = _rows_for(batch, name, number, inputs.slots, edge_rows)
                 output = module(inputs, rows, **options)
                 check_output(module, output)

@@ -55,7 +55,7 @@ class RandomNumbers:
         shard: int,
         device: torch.device,
         *,
-        rows_apart: bool,
+        rows_of: int,
     ) -> int:
         """Seed the generators for a microbatch, before its forward.
 
@@ -66,7 +66,7 @@ class RandomNumbers:
             instance: data-parallel coordinate.
             shard: coordinate among the instance's ranks.
             device: where the module lives.
-            rows_apart: whether each of the instance's ranks has other rows.
+            rows_of: which part of the instance's rows this rank has; 0 where every rank has them all.
 
         Returns:
             What :meth:`again` takes.
@@ -74,7 +74,6 @@ class RandomNumbers:
         if device != self._device:
             self._device, self._generators = device, generators(device)
         self._shard = shard
-        rows_of = shard if rows_apart else 0
         seed = _hashed(_SEVEN.pack(self._module, metadata.epoch, metadata.step, call, microbatch, instance, rows_of))
         self.again(seed)
         return seed

@@ -107,7 +107,7 @@ def _pair(executor: Executor, steps: Sequence[Ran]) -> MeasuredAndSimulated:
 
     graph, layouts = executor.compiler.graph, executor.placement.layouts
     stages = graph.stages
-    synchronous = {n for n, stage in stages.items() if layouts[computing(n.module)].dp_shard > 1 and not stage.sharded}
+    synchronous = {n for n, stage in stages.items() if layouts[computing(n.module)].shards > 1 and not stage.sharded}
     apart = graph.filling if executor.side is not None else ()
     simulations = predicted(steps, width, synchronous, apart)
     measured = []

@@ -60,8 +60,9 @@ def parallelize(
         module: the whole module on the meta device. Afterwards it holds the tensors of this rank's stages under its own
             names; the others stay on meta.
         layout: its resolved layout.
-        mesh: mesh of this rank's pipeline slice, with ``dp_shard`` and those of the axes ``dp_replicate, tp`` that are
-            above 1; not read where neither FSDP2 nor tensor parallelism is applied.
+        mesh: mesh of this rank's pipeline slice, with ``dp_shard``, on which context-parallel ranks lie too, and those
+            of the axes ``dp_replicate, tp`` that are above 1; not read where neither FSDP2 nor tensor parallelism is
+            applied.
         device: of its tensors; on meta they have no values.
         recompute: what runs again in backward instead of keeping its activations.
         offload: whose activations are in host memory between forward and backward.
@@ -113,7 +114,7 @@ def parallelize(
         precise = [layer for layer in kept if id(layer) in held]
         if copies and storage.copies(stage.parameters(), layout) and not precise:
             copied.append(stage)
-        elif layout.dp_shard > 1 or storage.casts(stage.parameters()):
+        elif layout.shards > 1 or storage.casts(stage.parameters()):
             assert mesh is not None
             axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
             apply_fsdp(stage, mesh[axes], storage, precise)
@@ -161,17 +162,22 @@ def check(name: str, module: Adapter, layout: ModuleLayout) -> list[str]:
         for fqn, layer in module.named_modules()
         if layer.training and _has_statistics(layer)
     ]
+    if layout.cp > 1 and not module.context_parallel:
+        faults.append(
+            f"layout of '{name}': cp={layout.cp}, but {type(module).__name__} is not made for a part of its rows; set"
+            " cp=1, or context_parallel = True in a language model whose rows meet in packed_attention alone"
+        )
     if layout.tp == 1:
         return faults
     if module.tp_plan() is None:
         kind = type(module).__name__
         return [*faults, f"layout of '{name}': tp={layout.tp}, but {kind} has no tensor-parallel plan; set tp=1"]
-    if module.vocab_size is not None and not _shards_fit(module.vocab_size, layout.tp, layout.dp_shard):
-        size, tp = module.vocab_size, layout.tp
+    if module.vocab_size is not None and not _shards_fit(module.vocab_size, layout.tp, layout.shards):
+        size, tp, axes = module.vocab_size, layout.tp, "dp_shard" if layout.cp == 1 else "dp_shard x cp"
         faults.append(
             f"layout of '{name}': vocab_size={size} in tp={tp} parts that differ, each of which FSDP2 cuts in"
-            f" dp_shard={layout.dp_shard} otherwise than their DTensor says; set vocab_size={-(-size // tp) * tp} or"
-            " dp_shard=2"
+            f" {axes}={layout.shards} otherwise than their DTensor says; set vocab_size={-(-size // tp) * tp} or"
+            f" {axes}=2"
         )
     return faults + [f"layout of '{name}': {fault}" for fault in module.tp_faults(layout.tp)]
 

@@ -26,7 +26,8 @@ def aligned_rows(language_models: Iterable[str], layouts: Mapping[str, ModuleLay
     """Language model -> number of which the rows of each of its instances are a multiple, where it is above 1; samples
     are filled up, items are not.
     """
-    return {name: layouts[name].tp * ROW_ALIGNMENT for name in language_models if layouts[name].tp > 1}
+    ranks = {name: (layouts[name].cp, layouts[name].tp) for name in language_models}
+    return {n: cp * (tp * ROW_ALIGNMENT if tp > 1 else 2) for n, (cp, tp) in ranks.items() if cp * tp > 1}
 
 
 def model_context(

@@ -107,7 +107,12 @@ class Executor:
         self.crossing = side.crossing(graph) if side else set()
         self.local = {
             node: LocalStage.of(
-                node, stage, graph.stages[node], self.coordinates[node.module], side.of(node.module) if side else None
+                node,
+                stage,
+                graph.stages[node],
+                self.coordinates[node.module],
+                self.placement.layouts[computing(node.module)].tp,
+                side.of(node.module) if side else None,
             )
             for node, stage in self.stages.items()
         }
@@ -296,7 +301,7 @@ class RunningStep:
         seed = local.random_numbers.start(
             replace(plan.metadata, step=plan.metadata.step + 1) if local.early else plan.metadata,
             0 if local.early else self.call,  # rows are made once, whatever number this call has
-            microbatch, local.seat.instance, local.seat.shard, self.executor.device, rows_apart=local.rows_apart,
+            microbatch, local.seat.instance, local.seat.shard, self.executor.device, rows_of=local.rows_of,
         )  # fmt: skip
         live = Live(arrived, seed)
         if differentiable:
@@ -317,7 +322,7 @@ class RunningStep:
             return
         if not isinstance(out, torch.Tensor):
             live.loss = Output.of(out.loss_sum) if out.loss_sum.requires_grad else None
-            if not local.seat.shard:  # an instance's first rank speaks for the instance
+            if local.speaks:
                 units = plan.assignments[stage_id.module][microbatch].of(local.seat.instance)
                 self.sums.add(stage_id.module, units, inputs, out)
         live.rows = self._give(step, made)

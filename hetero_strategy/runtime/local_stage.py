@@ -31,8 +31,10 @@ class LocalStage(NamedTuple):
     """Of this rank in its module."""
     early: bool
     """It computes for the next step."""
-    rows_apart: bool
-    """Each of an instance's ranks has other rows."""
+    rows_of: int
+    """Which part of the instance's rows this rank has."""
+    speaks: bool
+    """It counts the loss and the metrics of its rows, which other tensor-parallel ranks have too."""
     wrapped: FSDPModule | None
     """The adapter, where FSDP2 holds its parameters."""
     copies: WeightCopies | None
@@ -49,16 +51,17 @@ class LocalStage(NamedTuple):
 
     @staticmethod
     def of(
-        stage_id: StageId, adapter: Adapter, node: Stage, seat: Coordinate, stream: torch.cuda.Stream | None
+        stage_id: StageId, adapter: Adapter, node: Stage, seat: Coordinate, tp: int, stream: torch.cuda.Stream | None
     ) -> LocalStage:
-        """Look everything up."""
+        """Look everything up; ``tp``: the module's tensor-parallel ranks."""
         assert adapter.random_numbers is not None
         return LocalStage(
             adapter,
             node,
             seat,
             early=computing(stage_id.module) != stage_id.module,
-            rows_apart=node.row_sharding.parts > 1,
+            rows_of=node.row_sharding.part_of(seat.shard, node.grid.shape[1]),
+            speaks=seat.shard % tp == 0,
             wrapped=adapter if isinstance(adapter, FSDPModule) else None,
             copies=copies_of(adapter),
             random_numbers=adapter.random_numbers,

@@ -223,7 +223,7 @@ class ScheduleConfig:
             apart: its instances may act on their own.
             casts: they compute in another dtype than they are kept in; where nothing shards them, gathering is that.
         """
-        if layout.dp_shard == 1:
+        if layout.shards == 1:
             return casts and self.reshard_after_forward != "always"
         piped = layout.pp > 1 or self.splits_backward or apart
         return self.reshard_after_forward == "never" or (self.reshard_after_forward == "auto" and piped)

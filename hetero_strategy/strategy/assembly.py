@@ -276,6 +276,9 @@ def _own_stages(
             storage=storage,
             copies=copies,
         )
+        if (context := registry.context(name)) is not None:
+            for stage in stages[name].values():
+                stage.context_group = context.group_name
     for module in model.modules_by_name.values():
         module.release_initial_values()
     return stages

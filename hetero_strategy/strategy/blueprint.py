@@ -92,7 +92,7 @@ def blueprint(
             casts = storage.casts(stage.parameters())
             if scheduling.gathered_once(chosen[name], casts=casts, apart=name in {*apart, *scheduling.prefetch}):
                 gathered.add(node)
-            elif stage.last_stage and (chosen[name].dp_shard > 1 or (casts and chosen[name].dp > 1)):
+            elif stage.last_stage and (chosen[name].shards > 1 or (casts and chosen[name].dp > 1)):
                 _check_kept(name, module, storage)
         ranks, waits = chosen[name].tp * chosen[name].cp, scheduling.tp_bubbles.get(name, 0.0)
         lines = _costs(module, split, again.get(name, 0.0), ranks, waits)

@@ -40,6 +40,7 @@ class HFCausalLM(HFAdapter, CausalLM):
     after_blocks = ("model.model.norm", "model.lm_head")
     tp_columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     tp_rows = ("self_attn.o_proj", "mlp.down_proj")
+    context_parallel = True
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from typing_extensions import override
 
 from hetero_strategy.errors import ModelError, require
-from hetero_strategy.layout.row_sharding import RowSharding
+from hetero_strategy.layout.row_sharding import RowSharding, sharding
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import attention_pairs, packed_attention
@@ -129,6 +129,7 @@ class TitanLlama(CausalLM):
     tp_columns = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
     tp_rows = ("attention.wo", "feed_forward.w2")
     tp_compiles = True
+    context_parallel = True
     token_ids: Mapping[str, Any] = dict.fromkeys(_TOKEN_IDS)
     """What config.json says of them. Where it says nothing, transformers takes Llama 2's, so null is said."""
     rows_mesh: DeviceMesh | None = None
@@ -182,7 +183,7 @@ class TitanLlama(CausalLM):
     @override
     def row_sharding(self, layout: ModuleLayout) -> RowSharding:
         """Sequence parallelism: each tensor-parallel rank has a part of the rows."""
-        return RowSharding(layout.tp)
+        return sharding(layout.cp, layout.tp)
 
     @override
     def check_tp(self, tp: int) -> list[str]:

@@ -27,6 +27,7 @@ PLACEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"vision": on(0, 1), "audio": on(2), "llm": on(0, 1, 3, 2, pp=2, tp=2)},
         {"lm": "hf_llama", "tied": True},
     ),
+    "context parallel": ({"vision": on(0), "llm": on(0, 1, 2, 3, cp=2)}, {}),
     "tensor parallel, sharded and replicated": (
         {"vision": on(1, 0, 2), "llm": on(0, 1, 2, 3, 4, 5, 6, 7, tp=2, dp_shard=2, dp_replicate=2)},
         {},

@@ -58,6 +58,16 @@ CASES = {
     "two language_models": case(
         3, {"language_models": ("llm", "caption")}, vision=on(0, 1), audio=on(2), llm=on(1, 2, tp=2), caption=on(0)
     ),
+    "context and tensor parallel": case(
+        4, vision=on(0, 1, 2, 3), audio=on(0), llm=on(0, 1, 2, 3, cp=2, tp=2)
+    ),
+    "context parallel stages": case(
+        4, {"lm": "hf_qwen3"}, vision=on(0, 1), audio=on(2), llm=on(0, 1, 2, 3, cp=2, pp=2)
+    ),
+    "context parallel of three": case(3, {"lm": "hf_qwen3"}, vision=on(0, 2), audio=on(1), llm=on(0, 1, 2, cp=3)),
+    "context parallel replicas": case(
+        4, vision=on(0, 1), audio=on(2, 3), llm=on(0, 1, 2, 3, cp=2, dp_replicate=2)
+    ),
     "hf qwen3 fsdp": case(2, {"lm": "hf_qwen3"}, vision=on(0, 1), audio=on(1), llm=on(0, 1)),
 }  # fmt: skip
 """Sizes that do not divide, tensor parallel on both sides, mixed and idle ranks. A frozen language model, stages that

@@ -57,7 +57,7 @@ def test_ranks_ascend_along_every_axis() -> None:
         ({"ranks": 2, "tp": 2, "tp_chunks": 0}, ["tp_chunks=0", "tp_chunks=1"]),
         ({"ranks": 2, "tp_chunks": 4}, ["tp_chunks=4", "tp=1", "tp above 1"]),
         ({"ranks": 2, "dp_shard": 2, "tp": -1, "tp_chunks": 4}, ["tp_chunks=4 with tp=1"]),
-        ({"ranks": 2, "cp": 2}, ["cp=2", "context", "cp=1"]),
+        ({"ranks": 2, "cp": 3}, ["dp_shard=-1", "2 ranks", "cp 3 = 3"]),
         ({"ranks": 2, "ep": 2}, ["ep=2", "expert", "ep=1"]),
     ],
 )
@@ -72,7 +72,7 @@ def test_faults_name_field_numbers_and_fix(fields: dict[str, Any], parts: list[s
 
 def test_all_faults_at_once() -> None:
     with pytest.raises(LayoutError) as raised:
-        place({"vision": ModuleLayout(ranks=[0, 0], cp=2), "llm": ModuleLayout(ranks=[3, 8, 9], dp_shard=2)}, 4)
+        place({"vision": ModuleLayout(ranks=[0, 0], ep=2), "llm": ModuleLayout(ranks=[3, 8, 9], dp_shard=2)}, 4)
     lines = str(raised.value).splitlines()
     assert len(lines) == 4
     assert "ranks 8-9 do not exist in a world of 4" in lines[3] and "at least 10 processes" in lines[3]

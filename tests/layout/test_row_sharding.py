@@ -6,17 +6,19 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
+from hetero_strategy.layout.row_sharding import REPLICATED, ContextSharding, RowSharding, sharding
+
+WAYS = st.builds(sharding, st.integers(1, 3), st.integers(1, 4))
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6), st.integers(4, 8)), max_size=5))
-def test_pieces_hold_the_rows_of_their_part(parts: int, runs: list[tuple[int, int, int]]) -> None:
+@settings(max_examples=200, deadline=None)
+@given(WAYS, st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6), st.integers(4, 8)), max_size=5))
+def test_pieces_hold_the_rows_of_their_part(sharding: RowSharding, runs: list[tuple[int, int, int]]) -> None:
+    parts = sharding.parts
     start, rows, size = (np.array([run[k] for run in runs], dtype=np.int64) for k in range(3))
-    total = size * parts
+    total = size * sharding.multiple
     start = np.minimum(start, total - 1)
     rows = np.minimum(rows, total - start)
-    sharding = RowSharding(parts)
     cut = sharding.cut(start, rows, total)
     for run in range(len(runs)):
         found = [
@@ -31,6 +33,17 @@ def test_pieces_hold_the_rows_of_their_part(parts: int, runs: list[tuple[int, in
             expected.append((part, int(places[part][0])))
             assert places[part][0] < sharding.rows(int(total[run]))
         assert found == expected
+
+
+def test_each_context_parallel_rank_has_a_chunk_from_either_end() -> None:
+    two, rows = sharding(2, 1), np.arange(8)
+    assert two == ContextSharding(2, 2) and sharding(1, 3) == RowSharding(3)
+    assert [np.r_[two.chunks(8, rank)].tolist() for rank in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert two.local(rows[[0, 6]], 8, 0).tolist() == [0, 2] and two.local(rows[[3, 4, 6]], 8, 1).tolist() == [1, 2]
+    both = sharding(2, 2)  # sequence parallelism inside
+    assert [both.local(rows, 8, part).tolist() for part in range(4)] == [[0, 1]] * 4
+    assert both.local(np.array([6, 7]), 8, 1).tolist() == [0, 1]
+    assert [sharding(*way).multiple for way in ((1, 3), (2, 1), (2, 2), (2, 3), (3, 4))] == [3, 4, 4, 12, 12]
 
 
 def test_ranks_of_a_part_are_neighbours() -> None:

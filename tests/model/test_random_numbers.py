@@ -32,7 +32,7 @@ def drawn(blocks: tuple[str, ...] = ("0", "1"), seed: int = 1, name: str = "visi
     """What a module of blocks draws in one microbatch: before, in and after each of those that are here."""
     made = {fqn: Noisy() for fqn in ("0", "1")}
     numbers = RandomNumbers(seed, name, made)
-    given = {"epoch": 0, "step": 0, "call": 0, "microbatch": 0, "instance": 0, "shard": 0, "rows_apart": False} | other
+    given = {"epoch": 0, "step": 0, "call": 0, "microbatch": 0, "instance": 0, "shard": 0, "rows_of": 0} | other
     metadata = SimpleNamespace(epoch=given.pop("epoch"), step=given.pop("step"))
     torch.rand(3)  # whatever this rank drew before
     numbers.start(metadata, device=CPU, **given)
@@ -67,13 +67,13 @@ def test_what_follows_a_block_draws_the_same_however_many_numbers_the_block_drew
 
 
 def test_tensor_parallel_ranks_share_the_numbers_of_rows_they_share() -> None:
-    assert drawn(shard=1) == drawn() != drawn(shard=1, rows_apart=True)
+    assert drawn(shard=1) == drawn() != drawn(shard=1, rows_of=1)
 
 
 def test_columns_have_numbers_of_their_own_and_rows_go_on_after_them() -> None:
     def through(shard: int, width: int) -> list[list[float]]:
         numbers = RandomNumbers(1, "llm", {})
-        numbers.start(SimpleNamespace(epoch=0, step=0), 0, 0, 0, shard, CPU, rows_apart=False)
+        numbers.start(SimpleNamespace(epoch=0, step=0), 0, 0, 0, shard, CPU, rows_of=0)
         found = [torch.rand(3).tolist()]
         numbers.part("q")
         numbers.part("k")  # one region
@@ -92,7 +92,7 @@ def test_layers_cut_in_columns_begin_the_numbers_of_a_rank_and_one_cut_in_rows_e
         block = nn.ModuleDict({"0": nn.ModuleDict({name: nn.Linear(2, 2) for name in ("norm", "q", "k", "o")})})
         numbers = RandomNumbers(1, "llm", {})
         _separate_random_numbers(block, plan, numbers)
-        numbers.start(SimpleNamespace(epoch=0, step=0), 0, 0, 0, shard, CPU, rows_apart=False)
+        numbers.start(SimpleNamespace(epoch=0, step=0), 0, 0, 0, shard, CPU, rows_of=0)
         found = []
         for layer in block["0"].values():
             layer(torch.ones(1, 2))
@@ -113,9 +113,9 @@ def test_a_backward_that_runs_forward_again_draws_what_the_forward_drew() -> Non
         numbers.join()
         return [*found, torch.rand(3).tolist()]
 
-    first = numbers.start(metadata, 0, 0, 0, 1, CPU, rows_apart=False)
+    first = numbers.start(metadata, 0, 0, 0, 1, CPU, rows_of=0)
     forward = drawn()
-    numbers.start(metadata, 0, 1, 0, 1, CPU, rows_apart=False)
+    numbers.start(metadata, 0, 1, 0, 1, CPU, rows_of=0)
     other = drawn()
     numbers.again(first)
     assert drawn() == forward != other
@@ -126,7 +126,7 @@ def test_what_draws_is_seen_in_and_around_blocks_and_forgotten_with_the_next_mic
     numbers, metadata = RandomNumbers(1, "vision", blocks, others=True), SimpleNamespace(epoch=0, step=0)
 
     def drew(*what: Any) -> bool:
-        numbers.start(metadata, 0, 0, 0, 0, CPU, rows_apart=False)
+        numbers.start(metadata, 0, 0, 0, 0, CPU, rows_of=0)
         for one in what:
             one()
         return numbers.drew()
@@ -157,7 +157,7 @@ def test_what_numpy_and_python_draw_is_drawn_again_in_backward() -> None:
     numbers = RandomNumbers(1, "audio", {}, others=True)
 
     def drew(microbatch: int) -> tuple[int, list[tuple[float, float]]]:
-        seed = numbers.start(SimpleNamespace(epoch=0, step=0), 0, microbatch, 0, 0, CPU, rows_apart=False)
+        seed = numbers.start(SimpleNamespace(epoch=0, step=0), 0, microbatch, 0, 0, CPU, rows_of=0)
         return seed, [(np.random.rand(), random.random())]
 
     (seed, first), (_, second) = drew(0), drew(1)

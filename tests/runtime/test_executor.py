@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,9 +66,9 @@ def test_random_numbers_are_those_of_the_place_and_a_backward_has_those_of_its_f
 @pytest.mark.parametrize("parts", [1, 2])
 def test_random_numbers_are_apart_where_an_instances_ranks_have_other_rows(parts: int) -> None:
     adapter: Any = SimpleNamespace(random_numbers=object(), parameters=list, recomputed_parts=list)
-    node: Any = SimpleNamespace(row_sharding=RowSharding(parts))
-    stage = LocalStage.of(StageId("llm", 0), adapter, node, Coordinate(0, 0, 0), None)
-    assert stage.rows_apart == (parts > 1)
+    node: Any = SimpleNamespace(row_sharding=RowSharding(parts), grid=np.arange(2)[None])
+    stage = LocalStage.of(StageId("llm", 0), adapter, node, Coordinate(0, 1, 0), 2, None)
+    assert stage.rows_of == parts - 1
 
 
 def test_gradients_of_before_are_there_after_a_step_that_fails() -> None:

@@ -1,0 +1,151 @@
+"""Context parallelism: each rank of an instance has two chunks of its rows, and attends to the keys of all of them.
+
+Keys and values of a layer are gathered over the ranks, and their gradients are scattered back and summed, as in Llama 3
+(arXiv:2407.21783, section 3.3.2). All else in a language model looks at single rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hetero_strategy import ragged
+from hetero_strategy.layout.row_sharding import ContextSharding
+from hetero_strategy.model.inputs import IGNORE, Movable, SequenceInputs
+
+
+@dataclass(eq=False)
+class Context(Movable):
+    """What the rows of one rank see, of T keys that are gathered rank by rank.
+
+    A segment is what a chunk of the rank's rows has of one sequence. It sees the keys of its sequence up to its own
+    last row.
+    """
+
+    part: int
+    """Context-parallel coordinate of this rank."""
+    parts: int
+    """Context-parallel ranks."""
+    positions: Tensor
+    """int64 ``[T]``: position of each gathered key in its sequence."""
+    sequence: Tensor
+    """int64 ``[T]``: number of its sequence."""
+    keys: tuple[Tensor, Tensor]
+    """int64: the gathered keys that the segments of either chunk see, end to end; none twice for one chunk."""
+    offsets: tuple[Tensor, Tensor]
+    """int32 ``[segments + 1]``: where the rows, and where the keys, of each segment begin, as kernels for packed
+    sequences take them."""
+    extents: tuple[Tensor, Tensor]
+    """``[longest, 0]``, without data: most rows, and most keys, of a segment."""
+    group: str = ""
+    """Name of the process group of the ranks, once they run."""
+
+    def seen(self, gathered: Tensor) -> Tensor:
+        """Return the keys that segments see, end to end, of gathered ones ``[T, ...]``."""
+        seen: Tensor = _Seen.apply(gathered, *self.keys)
+        return seen
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return the rows of all ranks ``[T, ...]``, rank by rank, of this one's ``[T / parts, ...]``; a collective."""
+        gathered: Tensor = _Gathered.apply(rows, self.parts, self.group)
+        return gathered
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        """Return the sum of the ranks' tensors; a collective, without a gradient."""
+        c10d = torch.ops._c10d_functional
+        total: Tensor = c10d.wait_tensor(c10d.all_reduce(numbers, "sum", self.group))
+        return total
+
+
+def in_context(inputs: SequenceInputs, part: int, parts: int) -> SequenceInputs:
+    """Return what one of ``parts`` context-parallel ranks takes of an instance's inputs, see :class:`ContextSharding`.
+
+    Sequences keep their numbers and lengths, rows their labels and positions.
+    """
+    packing, lie = inputs.packing, ContextSharding(parts, parts)
+    total = packing.rows
+    by_rank = [np.r_[lie.chunks(total, rank)] for rank in range(parts)]
+    gathered = np.concatenate(by_rank)
+    place = np.empty_like(gathered)
+    place[gathered] = np.arange(total)
+    sequence = packing.sequence.numpy()
+    starts = ragged.starts(packing.lengths)
+    rows, seen = [], []
+    keys = []
+    for chunk in lie.chunks(total, part):
+        of, count = np.unique(sequence[chunk], return_counts=True)
+        length = chunk.start + np.cumsum(count) - starts[of]
+        keys.append(torch.from_numpy(place[ragged.expand(starts[of], length)]))
+        rows.append(count)
+        seen.append(length)
+    segments = [np.concatenate(of) for of in (rows, seen)]
+    mine, order = (torch.from_numpy(index) for index in (by_rank[part], gathered))
+    offsets = [torch.from_numpy(ragged.offsets(each).astype(np.int32)) for each in segments]
+    context = Context(
+        part,
+        parts,
+        positions=packing.positions[order],
+        sequence=packing.sequence[order],
+        keys=(keys[0], keys[1]),
+        offsets=(offsets[0], offsets[1]),
+        extents=tuple(torch.empty(int(each.max(initial=0)), 0) for each in segments),  # type: ignore[arg-type]
+    )
+    labels = inputs.labels[mine]
+    return replace(
+        inputs,
+        ids=inputs.ids[mine],
+        labels=labels,
+        labelled=None,
+        packing=replace(
+            packing,
+            positions=packing.positions[mine],
+            sequence=packing.sequence[mine],
+            offsets=offsets[0],
+            alike=False,
+            buckets=(),
+            gather=None,
+            restore=None,
+            context=context,
+        ),
+        own_labels=np.flatnonzero(np.isin(np.flatnonzero(inputs.labels.numpy() != IGNORE), by_rank[part])),
+    )
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' rows, whose gradients are summed where they came from."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, parts: int, group: str) -> Tensor:
+        ctx.parts, ctx.group = parts, group
+        c10d = torch.ops._c10d_functional
+        return c10d.wait_tensor(c10d.all_gather_into_tensor(rows.contiguous(), parts, group))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        c10d = torch.ops._c10d_functional
+        summed = c10d.reduce_scatter_tensor(grads[0].contiguous(), "sum", ctx.parts, ctx.group)
+        return c10d.wait_tensor(summed), None, None
+
+
+class _Seen(torch.autograd.Function):
+    """``rows[near + far]``, whose backward adds to no row twice at once, so that sums have one order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, near: Tensor, far: Tensor) -> Tensor:
+        ctx.save_for_backward(near, far)
+        ctx.shape = rows.shape
+        return rows.index_select(0, torch.cat([near, far]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        near, far = ctx.saved_tensors
+        one, two = grads[0].split([len(near), len(far)])
+        total = one.new_zeros(ctx.shape).index_copy_(0, near, one)
+        return total.index_add_(0, far, two), None, None

@@ -1,0 +1,164 @@
+"""Attention where each rank of context parallelism has two chunks of the rows: what all ranks make is the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hetero_strategy.errors import ModelError
+from hetero_strategy.layout.row_sharding import ContextSharding
+from hetero_strategy.model import attention
+from hetero_strategy.model.attention import packed_attention
+from hetero_strategy.model.context import Context, in_context
+from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
+
+LENGTHS = [[24], [5, 7, 12], [1, 0, 9, 2, 2, 10], [6, 6, 6, 6], [23, 1]]
+
+
+def inputs_of(lengths: list[int]) -> SequenceInputs:
+    total = sum(lengths)
+    ids = torch.arange(total)
+    labels = torch.where(ids % 3 == 0, IGNORE, ids + 1)
+    return SequenceInputs(ids, labels, Packing.of(np.array(lengths)))
+
+
+def rows_of(rank: int, parts: int, total: int) -> np.ndarray:
+    return np.r_[ContextSharding(parts, parts).chunks(total, rank)]
+
+
+def on_all_ranks(
+    rows: list[Tensor], lengths: list[int], parts: int, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> Tensor:
+    """Attention of every rank's rows, put together; what a rank gathers it is given."""
+    whole, total = inputs_of(lengths), sum(lengths)
+    order = np.concatenate([rows_of(rank, parts, total) for rank in range(parts)])
+    query, key, value = rows
+    both = torch.cat([x[0].transpose(0, 1).flatten(1) for x in (key, value)], dim=1)[order]
+    out = query.new_empty(query.shape)
+    for rank in range(parts):
+        own = in_context(whole, rank, parts)
+
+        def gather(context: Context, mine: Tensor, at: int = rank) -> Tensor:
+            torch.testing.assert_close(mine, both.split(total // parts)[at])
+            return both
+
+        monkeypatch.setattr(Context, "gather", gather)
+        mine = [x[:, :, rows_of(rank, parts, total)] for x in rows]
+        out = out.index_copy(2, torch.from_numpy(rows_of(rank, parts, total)), attend(mine, own, options))
+    return out
+
+
+def attend(rows: list[Tensor], inputs: SequenceInputs, options: dict[str, Any]) -> Tensor:
+    return packed_attention(*rows, inputs.packing, causal=True, **options)
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor, *bounds: Any, scale: Any, window_size: Any, **_: Any) -> Tensor:
+    """What torch's kernel does: the last row of a segment sees its last key."""
+    rows, keys, most_rows, most_keys = bounds
+    assert most_rows == rows.diff().max() and most_keys == keys.diff().max()
+    assert rows[-1] == len(query) and keys[-1] == len(key) == len(value)
+    outs = []
+    for at in range(len(rows) - 1):
+        q, k, v = (x[a[at] : a[at + 1]].transpose(0, 1) for x, a in ((query, rows), (key, keys), (value, keys)))
+        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        before = torch.arange(k.shape[1] - q.shape[1], k.shape[1])[:, None] - torch.arange(k.shape[1])
+        seen = (before >= 0) & ((before <= window_size[0]) | (window_size[0] < 0))
+        mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, -torch.inf)
+        outs.append(((q @ k.transpose(1, 2) * q.shape[-1] ** -0.5 + mask).softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def kernels(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel == "flash":
+        monkeypatch.setattr(attention, "_runs_flash", lambda *_: True)
+        monkeypatch.setattr(attention, "varlen_attn", flash)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kernel", ["flash", "masked"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_all_ranks_make_the_whole(
+    parts: int, lengths: list[int], kernel: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients, too: those of keys are sums over the ranks that see them."""
+    torch.manual_seed(0)
+    rows = [torch.randn(1, 24, heads, 6, dtype=torch.float64).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
+    expected = packed_attention(*rows, Packing.of(np.array(lengths)), causal=True, window=window)
+    weight = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, rows, weight)
+    kernels(kernel, monkeypatch)
+    out = on_all_ranks(rows, lengths, parts, monkeypatch, window=window)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    for found, gradient in zip(torch.autograd.grad(out, rows, weight), wanted, strict=True):
+        torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_rows_keep_what_they_are(lengths: list[int]) -> None:
+    whole = inputs_of(lengths)
+    labelled = np.flatnonzero(whole.labels.numpy() != IGNORE)
+    for rank in range(2):
+        mine, own = rows_of(rank, 2, 24), in_context(whole, rank, 2)
+        for found, wanted in (
+            (own.ids, whole.ids),
+            (own.labels, whole.labels),
+            (own.packing.positions, whole.packing.positions),
+            (own.packing.sequence, whole.packing.sequence),
+        ):
+            assert found.tolist() == wanted[mine].tolist()
+        assert own.labelled is not None and own.own_labels is not None
+        assert own.ids[own.labelled].tolist() == labelled[own.own_labels].tolist()
+        assert (own.packing.rows, own.packing.longest) == (12, max(lengths))
+        bad = np.arange(max(1, len(lengths) - 1)) == 0
+        silent = own.silenced(bad)
+        assert (silent.labels == IGNORE)[own.packing.sequence == 0].all()
+        kept = own.packing.sequence != 0
+        assert silent.labels[kept].tolist() == own.labels[kept].tolist()
+        assert silent.labelled is not None and len(silent.labelled) == int((silent.labels != IGNORE).sum())
+
+
+def test_both_ranks_have_as_much_to_do_where_one_sequence_fills_the_rows() -> None:
+    counts = []
+    for rank in range(4):
+        context = in_context(inputs_of([24 * 8]), rank, 4).packing.context
+        assert context is not None
+        counts.append(sum(len(keys) for keys in context.keys))
+    assert len(set(counts)) == 1
+
+
+def test_attention_to_later_rows_is_refused() -> None:
+    own = in_context(inputs_of([8]), 0, 2)
+    rows = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ModelError, match="not causal does not know context parallelism: set cp=1"):
+        packed_attention(rows, rows, rows, own.packing, causal=False)
+
+
+def test_padded_labels_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a person reads of a step: tokens and whole samples predicted right, over both ranks' rows."""
+    from hetero_strategy.model.causal_lm import CausalLMKind, LMOutput
+
+    whole = inputs_of([5, 7, 12])
+    assert whole.labelled is not None
+    right = torch.ones(len(whole.labelled), dtype=torch.bool)
+    right[whole.labels[whole.labelled] == 8] = False  # of the second sequence
+    counted: list[tuple[int, int]] = []
+    parts = [in_context(whole, rank, 2) for rank in range(2)]
+    outputs = [LMOutput(torch.zeros(()), right[own.own_labels], right[own.own_labels]) for own in parts]
+    measured: Callable[..., Any] = CausalLMKind().measured
+    shares: list[Tensor] = []
+    monkeypatch.setattr(Context, "summed", lambda _, numbers: shares.append(numbers.clone()) or numbers)
+    for own, output in zip(parts, outputs, strict=True):
+        measured(own, output)
+    monkeypatch.setattr(Context, "summed", lambda *_: shares[0] + shares[1])
+    for own, output in zip(parts, outputs, strict=True):
+        tokens, samples = measured(own, output)
+        counted.append((int(tokens), int(samples)))
+    tokens, samples = measured(whole, replace(outputs[0], correct=right, predicted=right))
+    assert tuple(map(sum, zip(*counted, strict=True))) == (int(tokens), int(samples)) == (len(right) - 1, 2)
