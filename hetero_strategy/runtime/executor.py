@@ -105,17 +105,10 @@ class Executor:
         graph = self.compiler.graph
         self.side = side = side_stream(self.device, graph, self.compiler.config.tp_bubbles)
         self.crossing = side.crossing(graph) if side else set()
-        self.local = {
-            node: LocalStage.of(
-                node,
-                stage,
-                graph.stages[node],
-                self.coordinates[node.module],
-                self.placement.layouts[computing(node.module)].tp,
-                side.of(node.module) if side else None,
-            )
-            for node, stage in self.stages.items()
-        }
+        self.local = {}
+        for node, stage in self.stages.items():
+            tp, stream = self.placement.layouts[computing(node.module)].tp, side.of(node.module) if side else None
+            self.local[node] = LocalStage.of(node, stage, graph.stages[node], self.coordinates[node.module], tp, stream)
         early = {node: self.parameters[node] for node, one in self.local.items() if one.early}
         self.held = Held({computing(node.module): [local(p) for p in parts] for node, parts in early.items()})
 
