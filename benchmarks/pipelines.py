@@ -16,6 +16,7 @@ from benchmarks.common import ragged_step
 from hetero_strategy.layout import ModuleLayout, Placement, place
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model import MultimodalModel
+from hetero_strategy.model.context import in_context
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, ModuleInputs, Packing, SequenceInputs
 from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.recompute import recomputes
@@ -153,7 +154,7 @@ class Setting:
     def _alone(self, seed: int) -> StepPlan:
         instances = self.placement.instances()
         balancing = None
-        parts = {node.module: stage.row_sharding.parts for node, stage in self.blueprint.graph.stages.items()}
+        parts = {node.module: stage.row_sharding.multiple for node, stage in self.blueprint.graph.stages.items()}
         if self.balance is not None:
             made = self.blueprint
             around = model_context(made.graph, made.costs, ("llm",), self.scheduling, self.placement, self.world)
@@ -177,10 +178,12 @@ class Setting:
             seat = placement.coordinate(computing(module), rank)
             if seat is None:
                 continue
+            layout = placement.layouts[computing(module)]
+            context = seat.shard // layout.tp, layout.cp
             inputs[module] = tuple(
                 None
                 if assignment.idle
-                else _tokens(plan, number, seat.instance, generator)
+                else _tokens(plan, number, seat.instance, context, generator)
                 if module == "llm"
                 else _items(computing(module), assignment, seat.instance, generator)
                 for number, assignment in enumerate(assignments)
@@ -203,7 +206,9 @@ def _items(module: str, assignment: Assignment, instance: int, generator: torch.
     return EncoderInputs(patches, np.stack([side, side], axis=1), rows, Packing.of(hidden))
 
 
-def _tokens(plan: StepPlan, number: int, instance: int, generator: torch.Generator) -> SequenceInputs:
+def _tokens(
+    plan: StepPlan, number: int, instance: int, context: tuple[int, int], generator: torch.Generator
+) -> SequenceInputs:
     assignment = plan.assignments["llm"][number]
     lengths = assignment.inner_rows_of(instance)
     ids = torch.randint(0, VOCABULARY, (int(lengths.sum()),), generator=generator)
@@ -216,7 +221,8 @@ def _tokens(plan: StepPlan, number: int, instance: int, generator: torch.Generat
         for p, t in plan.feeds(encoder, "llm")
         if t == number
     }
-    return SequenceInputs(ids, labels, Packing.of(lengths), slots=places)
+    made = SequenceInputs(ids, labels, Packing.of(lengths), slots=places)
+    return made if context == (0, 1) else in_context(made, *context)
 
 
 class Step(NamedTuple):

@@ -182,15 +182,24 @@ def _in_context(
         raise ModelError("attention that is not causal does not know context parallelism: set cp=1")
     sizes = [rows.shape[1] * rows.shape[3] for rows in (key, value)]
     own = torch.cat([rows[0].transpose(0, 1).flatten(1) for rows in (key, value)], dim=1)
-    gathered = context.gather(own)
+    seen = context.seen(context.gather(own)).split(sizes, dim=1)
+    keys, values = (x.unflatten(1, (key.shape[1], -1)) for x in seen)
     if _runs_flash(query, options):
-        keys, values = (x.unflatten(1, (key.shape[1], -1)) for x in context.seen(gathered).split(sizes, dim=1))
         bounds = (*context.offsets, *(len(extent) for extent in context.extents))
         return _varlen(query[0].transpose(0, 1), keys, values, bounds, options)
-    keys, values = (x.unflatten(1, (key.shape[1], -1)).transpose(0, 1)[None] for x in gathered.split(sizes, dim=1))
-    mask = packing.sequence[:, None] == context.sequence
-    mask = mask & _seen(packing.positions, context.positions, options.window)
-    return _attend(query, keys, values, mask[None, None], options)
+    counts = [len(chunk) for chunk in context.keys]
+    parts = []
+    for rows, at, of, *others in zip(
+        query.chunk(2, dim=2),
+        packing.positions.chunk(2),
+        packing.sequence.chunk(2),
+        *(x.split(counts) for x in (context.positions, context.sequence, keys, values)),
+        strict=True,
+    ):
+        key_at, key_of, *both = others
+        mask = (of[:, None] == key_of) & _seen(at, key_at, options.window)
+        parts.append(_attend(rows, *(x.transpose(0, 1)[None] for x in both), mask[None, None], options))
+    return torch.cat(parts, dim=2)
 
 
 def _seen(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:

@@ -21,7 +21,7 @@ from hetero_strategy.model.inputs import IGNORE, Movable, SequenceInputs
 
 @dataclass(eq=False)
 class Context(Movable):
-    """What the rows of one rank see, of T keys that are gathered rank by rank.
+    """What the rows of one rank see, of T keys that are gathered rank by rank: K keys, some of them twice.
 
     A segment is what a chunk of the rank's rows has of one sequence. It sees the keys of its sequence up to its own
     last row.
@@ -31,12 +31,12 @@ class Context(Movable):
     """Context-parallel coordinate of this rank."""
     parts: int
     """Context-parallel ranks."""
-    positions: Tensor
-    """int64 ``[T]``: position of each gathered key in its sequence."""
-    sequence: Tensor
-    """int64 ``[T]``: number of its sequence."""
     keys: tuple[Tensor, Tensor]
     """int64: the gathered keys that the segments of either chunk see, end to end; none twice for one chunk."""
+    positions: Tensor
+    """int64 ``[K]``: position of each of these in its sequence."""
+    sequence: Tensor
+    """int64 ``[K]``: number of its sequence."""
     offsets: tuple[Tensor, Tensor]
     """int32 ``[segments + 1]``: where the rows, and where the keys, of each segment begin, as kernels for packed
     sequences take them."""
@@ -75,23 +75,22 @@ def in_context(inputs: SequenceInputs, part: int, parts: int) -> SequenceInputs:
     place[gathered] = np.arange(total)
     sequence = packing.sequence.numpy()
     starts = ragged.starts(packing.lengths)
-    rows, seen = [], []
-    keys = []
+    rows, lengths, keys = [], [], []
     for chunk in lie.chunks(total, part):
         of, count = np.unique(sequence[chunk], return_counts=True)
         length = chunk.start + np.cumsum(count) - starts[of]
-        keys.append(torch.from_numpy(place[ragged.expand(starts[of], length)]))
+        keys.append(ragged.expand(starts[of], length))
         rows.append(count)
-        seen.append(length)
-    segments = [np.concatenate(of) for of in (rows, seen)]
-    mine, order = (torch.from_numpy(index) for index in (by_rank[part], gathered))
+        lengths.append(length)
+    segments = [np.concatenate(of) for of in (rows, lengths)]
+    mine, seen = torch.from_numpy(by_rank[part]), torch.from_numpy(np.concatenate(keys))
     offsets = [torch.from_numpy(ragged.offsets(each).astype(np.int32)) for each in segments]
     context = Context(
         part,
         parts,
-        positions=packing.positions[order],
-        sequence=packing.sequence[order],
-        keys=(keys[0], keys[1]),
+        keys=(torch.from_numpy(place[keys[0]]), torch.from_numpy(place[keys[1]])),
+        positions=packing.positions[seen],
+        sequence=packing.sequence[seen],
         offsets=(offsets[0], offsets[1]),
         extents=tuple(torch.empty(int(each.max(initial=0)), 0) for each in segments),  # type: ignore[arg-type]
     )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import boundary_bytes, checkpoint_integrity, head, host_time, step_overhead, tp_overlap
+from benchmarks import boundary_bytes, checkpoint_integrity, context, head, host_time, step_overhead, tp_overlap
 from benchmarks.common import ragged_step
 from benchmarks.gather_then_slice import MIMO, Moved
 from hetero_strategy.boundary.route import Side, route
@@ -143,6 +143,19 @@ def test_head_takes_less_than_whole_logits(capsys: pytest.CaptureFixture[str]) -
         assert ours["loss"] == pytest.approx(whole["loss"], rel=1e-6)
         assert 0 < ours["peak"] < most * whole["peak"]
     assert "labelled" in capsys.readouterr().out
+
+
+def test_two_chunks_are_even_where_one_sequence_fills_the_rows() -> None:
+    even = {name: context.evenness(lengths, 4) for name, lengths in context.packings(32768).items()}
+    assert even["one sequence"] == (1.0, pytest.approx(1.75, abs=0.01)) and even["eight"] == (1.0, 1.0)
+    assert 1.2 < even["documents"][0] < even["documents"][1]
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_context_parallel_ranks_take_less_memory_than_one(pool: Pool) -> None:
+    steps = context.main(["--dim", "128", "--tokens", "512", "--rounds", "1"], pool)["steps"]
+    assert steps["cp 2"]["allocated"] < 0.85 * steps["one rank"]["allocated"] < steps["dp_shard 2"]["allocated"]
 
 
 @pytest.mark.full

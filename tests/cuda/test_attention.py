@@ -11,6 +11,7 @@ import torch
 from hetero_strategy.model import attention
 from hetero_strategy.model.inputs import Packing
 from tests.cuda.devices import EVERYWHERE
+from tests.model.test_context import on_all_ranks
 
 CLOSE = 0.01
 """Relative error in the 2-norm, bf16."""
@@ -82,3 +83,21 @@ def test_the_kernel_for_such_lengths_is_used(lengths: list[int], kernel: str, mo
 def test_another_packing_is_noticed(device: str) -> None:
     """Negative control."""
     assert all(error > 2 * CLOSE for error in errors([40, 50], 4, True, device, other=[45, 45]))
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("lengths", [[600], [300, 7, 150, 63, 80]], ids=["one", "ragged"])
+def test_context_parallel_ranks_attend_as_in_buckets(
+    lengths: list[int], kv_heads: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [torch.randn(1, 600, n, 64).to(device, torch.bfloat16).transpose(1, 2) for n in (4, kv_heads, kv_heads)]
+    given, weight = [x.requires_grad_() for x in rows], torch.randn_like(rows[0])
+    whole = attention._in_buckets(*given, Packing.of(np.array(lengths)).to(device), attention._Options(True))
+    parts = on_all_ranks(given, lengths, 2, monkeypatch)
+    for ours, other in zip(
+        (parts, *torch.autograd.grad(parts, given, weight)),
+        (whole, *torch.autograd.grad(whole, given, weight)),
+        strict=True,
+    ):
+        assert float((ours.double() - other.double()).norm() / other.double().norm()) <= CLOSE

@@ -37,8 +37,8 @@ def on_all_ranks(
 ) -> Tensor:
     """Attention of every rank's rows, put together; what a rank gathers it is given."""
     whole, total = inputs_of(lengths), sum(lengths)
-    order = np.concatenate([rows_of(rank, parts, total) for rank in range(parts)])
     query, key, value = rows
+    order = torch.from_numpy(np.concatenate([rows_of(rank, parts, total) for rank in range(parts)])).to(query.device)
     both = torch.cat([x[0].transpose(0, 1).flatten(1) for x in (key, value)], dim=1)[order]
     out = query.new_empty(query.shape)
     for rank in range(parts):
@@ -49,13 +49,10 @@ def on_all_ranks(
             return both
 
         monkeypatch.setattr(Context, "gather", gather)
-        mine = [x[:, :, rows_of(rank, parts, total)] for x in rows]
-        out = out.index_copy(2, torch.from_numpy(rows_of(rank, parts, total)), attend(mine, own, options))
+        mine = torch.from_numpy(rows_of(rank, parts, total)).to(query.device)
+        packing = own.packing.to(query.device)
+        out = out.index_copy(2, mine, packed_attention(*(x[:, :, mine] for x in rows), packing, causal=True, **options))
     return out
-
-
-def attend(rows: list[Tensor], inputs: SequenceInputs, options: dict[str, Any]) -> Tensor:
-    return packed_attention(*rows, inputs.packing, causal=True, **options)
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, *bounds: Any, scale: Any, window_size: Any, **_: Any) -> Tensor:
