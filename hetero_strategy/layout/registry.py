@@ -52,14 +52,8 @@ class GroupRegistry:
         apart: Collection[str] = (),
     ) -> None:
         self.device_type = device_type
-        self._timeout = timeout
+        self._timeout, self._placement = timeout, placement
         self._rank = dist.get_rank()
-        self._grids = {
-            name: part
-            for name, layout in placement.layouts.items()
-            for part in layout.grid()
-            if self._rank in part and layout.cp > 1
-        }
         self._channels: list[dist.ProcessGroup | None] = []
         everyone = tuple(range(dist.get_world_size()))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
@@ -72,6 +66,8 @@ class GroupRegistry:
             self._groups[(self._rank,)] = alone
         those = replace(placement, layouts={name: x for name, x in placement.layouts.items() if name in apart})
         own = {ranks: self._new(ranks) for ranks in rank_sets(those, ()) if len(ranks) > 1}
+        # Keys are gathered beside parameters, which may be those of the same ranks.
+        self._contexts = {ranks: self._new(ranks) for ranks in context_sets(placement)}
         self._apart = {(self._rank,): self._groups[self._rank,], **own}
         self._meshes = {
             name: self._mesh(name, layout, self._apart if name in apart else self._groups)
@@ -101,9 +97,9 @@ class GroupRegistry:
 
     def context(self, module: str) -> dist.ProcessGroup | None:
         """Return the group of the ranks that share this rank's sequences of the module by context parallelism."""
-        grid = self._grids.get(module)
-        lines = () if grid is None else _lines(grid, CONTEXT)
-        return next((self.group(line) for line in lines if self._rank in line), None)
+        layouts = {module: self._placement.layouts[module]}
+        mine = (ranks for ranks in context_sets(replace(self._placement, layouts=layouts)) if self._rank in ranks)
+        return next((self._contexts[ranks] for ranks in mine), None)
 
     def channel(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """Return a group of these ranks whose messages wait for no other channel's; None as in :meth:`group`.
@@ -124,13 +120,13 @@ class GroupRegistry:
         """Rank sets of the groups that were created at start, in this order and the same on every rank; without those
         of one rank alone.
         """
-        return tuple(ranks for ranks in (*self._groups, *self._apart) if len(ranks) > 1)
+        return tuple(ranks for ranks in (*self._groups, *self._contexts, *self._apart) if len(ranks) > 1)
 
     def limit(self, timeout: timedelta) -> None:
         """From now on a collective of the world or of a module ends after this time. Those on the host stay: what they
         do beside training, reading and writing files, may take longer than a step.
         """
-        for group in (*self._groups.values(), *self._apart.values(), *self._channels):
+        for group in (*self._groups.values(), *self._contexts.values(), *self._apart.values(), *self._channels):
             if group is not None:
                 _set_pg_timeout(timeout, group)
 
@@ -211,11 +207,15 @@ def rank_sets(placement: Placement, needed: Iterable[Iterable[int]]) -> list[tup
             part = grid.reshape([*mesh_sizes(layout).values()])
             for axis in range(part.ndim):
                 sets.update(dict.fromkeys(_lines(part, axis)))
-            if layout.cp > 1:
-                sets.update(dict.fromkeys(_lines(grid, CONTEXT)))
     for ranks in needed:
         sets[tuple(sorted({int(r) for r in ranks}))] = None
     return list(sets)
+
+
+def context_sets(placement: Placement) -> list[tuple[int, ...]]:
+    """List the rank sets of context parallelism, in the one order in which all ranks create their groups. Pure."""
+    grids = [grid for layout in placement.layouts.values() if layout.cp > 1 for grid in layout.grid()]
+    return list(dict.fromkeys(line for grid in grids for line in _lines(grid, CONTEXT)))
 
 
 def mesh_sizes(layout: ModuleLayout) -> dict[str, int]:

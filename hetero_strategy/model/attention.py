@@ -181,25 +181,33 @@ def _in_context(
     if not options.causal:
         raise ModelError("attention that is not causal does not know context parallelism: set cp=1")
     sizes = [rows.shape[1] * rows.shape[3] for rows in (key, value)]
-    own = torch.cat([rows[0].transpose(0, 1).flatten(1) for rows in (key, value)], dim=1)
-    seen = context.seen(context.gather(own)).split(sizes, dim=1)
+    mine = torch.cat([rows[0].transpose(0, 1).flatten(1) for rows in (key, value)], dim=1)
+    seen = context.seen(context.gather(mine)).split(sizes, dim=1)
     keys, values = (x.unflatten(1, (key.shape[1], -1)) for x in seen)
     if _runs_flash(query, options):
         bounds = (*context.offsets, *(len(extent) for extent in context.extents))
         return _varlen(query[0].transpose(0, 1), keys, values, bounds, options)
     counts = [len(chunk) for chunk in context.keys]
-    parts = []
-    for rows, at, of, *others in zip(
-        query.chunk(2, dim=2),
-        packing.positions.chunk(2),
-        packing.sequence.chunk(2),
-        *(x.split(counts) for x in (context.positions, context.sequence, keys, values)),
-        strict=True,
-    ):
-        key_at, key_of, *both = others
-        mask = (of[:, None] == key_of) & _seen(at, key_at, options.window)
-        parts.append(_attend(rows, *(x.transpose(0, 1)[None] for x in both), mask[None, None], options))
-    return torch.cat(parts, dim=2)
+    theirs = (x.split(counts) for x in (context.sequence, context.positions, keys, values))
+    own = (packing.sequence.chunk(2), packing.positions.chunk(2), query.chunk(2, dim=2))
+    chunks = zip(zip(*own, strict=True), zip(*theirs, strict=True), strict=True)
+    return torch.cat([_chunk(options, *rows, *seen) for rows, seen in chunks], dim=2)
+
+
+def _chunk(
+    options: _Options,
+    sequence: Tensor,
+    positions: Tensor,
+    query: Tensor,
+    of: Tensor,
+    at: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Attention of a chunk's rows to the keys of its segments ``[keys, heads, head_dim]``."""
+    mask = (sequence[:, None] == of) & _seen(positions, at, options.window)
+    key, value = (x.transpose(0, 1)[None] for x in (keys, values))
+    return _attend(query, key, value, mask[None, None], options)
 
 
 def _seen(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:

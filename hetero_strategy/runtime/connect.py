@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hetero_strategy.boundary.pairs import Meetings
 from hetero_strategy.boundary.transport import Channel
 from hetero_strategy.layout.placement import Placement
-from hetero_strategy.layout.registry import rank_sets
+from hetero_strategy.layout.registry import context_sets, rank_sets
 from hetero_strategy.schedule.action import StageGraph
 
 MANY = 512
@@ -82,8 +82,9 @@ def process_groups(
         device_type: ``"cuda"``, where each channel is a new group, or ``"cpu"``, where those of one rank set share it.
 
     Returns:
-        ``modules``: the world, axes of meshes, the owners of shared weights, each rank alone; ``edges``: channels that
-        do not share a group of modules; ``host``: those of all ranks for checkpoints and for loading.
+        ``modules``: the world, axes of meshes, context-parallel ranks, the owners of shared weights, each rank alone;
+        ``edges``: channels that do not share a group of modules; ``host``: those of all ranks for checkpoints and for
+        loading.
     """
     everyone = tuple(range(placement.world_size))
     alone = [(rank,) for rank in everyone]
@@ -93,7 +94,7 @@ def process_groups(
     edges = [tuple(sorted(ranks)) for ranks in chain.from_iterable(ways) if ranks]
     if device_type != "cuda":
         edges = [ranks for ranks in dict.fromkeys(edges) if ranks not in set(modules)]
-    return {"modules": modules, "edges": edges, "host": [everyone, everyone]}
+    return {"modules": modules + context_sets(placement), "edges": edges, "host": [everyone, everyone]}
 
 
 def most_groups(made: Mapping[str, Sequence[tuple[int, ...]]]) -> dict[str, int]:
