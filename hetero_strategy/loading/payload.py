@@ -52,8 +52,6 @@ class InstanceUnits:
     processor: Any
     """Of the module's media; None where it has none."""
     content: Content
-    context: tuple[int, int] = (0, 1)
-    """Which context-parallel rank of the instance this is, and of how many."""
     alike: bool = False
     """Whether all units that the module has in the step have the same rows inside it."""
     cache: RowCache | None = None

@@ -27,6 +27,7 @@ from hetero_strategy.loading.metadata import step_metadata, with_own_units
 from hetero_strategy.loading.payload import Content, InstanceUnits, fetched
 from hetero_strategy.loading.row_cache import RowCache
 from hetero_strategy.loading.worker_pool import Place
+from hetero_strategy.model.context import in_context
 from hetero_strategy.model.inputs import ModuleInputs
 from hetero_strategy.model.kind import ModuleKind
 from hetero_strategy.plan.ahead import ahead, with_next
@@ -277,11 +278,12 @@ class StepDataset(Dataset[Batch]):
                 seed=(self.seed, 0 if self.same_noise else plan.metadata.epoch),
                 processor=self.processors.get(module),
                 content=content,
-                context=self.share.context.get(module, (0, 1)),
                 alike=alike,
                 cache=self.caches.get(module),
             )
         )
+        if module in self.share.context:
+            made = in_context(made, *self.share.context[module])
         return made if self.compute_dtype is None else made.narrowed(self.compute_dtype)
 
     def _slots(self, plan: StepPlan, number: int, target: str, instance: int) -> dict[Hashable, torch.Tensor]:

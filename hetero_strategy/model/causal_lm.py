@@ -18,7 +18,6 @@ from typing_extensions import override
 from hetero_strategy import ragged
 from hetero_strategy.errors import DataError
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, previous_rows
-from hetero_strategy.model.context import in_context
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
 from hetero_strategy.model.kind import LossOutput, ModuleKind
 from hetero_strategy.model.token_loss import token_loss
@@ -65,8 +64,7 @@ class CausalLMKind(ModuleKind):
         source = np.flatnonzero(~last)
         source = source[learnt[source + 1]]
         labels[source] = ids[source + 1]
-        made = SequenceInputs(torch.from_numpy(ids), torch.from_numpy(labels), packing, slots=units.slots)
-        return made if units.context == (0, 1) else in_context(made, *units.context)
+        return SequenceInputs(torch.from_numpy(ids), torch.from_numpy(labels), packing, slots=units.slots)
 
     @override
     def metrics(self, metadata: StepMetadata, module: str) -> dict[str, int]:
@@ -95,9 +93,12 @@ class CausalLMKind(ModuleKind):
         self, metadata: StepMetadata, module: str, units: np.ndarray, inputs: SequenceInputs, output: LMOutput
     ) -> tuple[np.ndarray, Tensor]:
         labels = metadata.labels
-        place = ragged.expand(ragged.starts(labels)[units], labels[units])
-        if inputs.own_labels is not None:
-            place = place[inputs.own_labels]
+        starts = ragged.starts(labels)[units]
+        if inputs.own_labels is None:
+            place = ragged.expand(starts, labels[units])
+        else:
+            sequence, number = inputs.own_labels.T
+            place = starts[sequence] + number
         if len(place) != len(output.predicted):
             raise DataError(f"the plan says {len(place)} labels, the batch holds {len(output.predicted)}")
         return place, output.predicted

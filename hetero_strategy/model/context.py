@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hetero_strategy import ragged
+from hetero_strategy.errors import ModelError
 from hetero_strategy.layout.row_sharding import ContextSharding
-from hetero_strategy.model.inputs import IGNORE, Movable, SequenceInputs
+from hetero_strategy.model.inputs import IGNORE, ModuleInputs, Movable, SequenceInputs
 
 
 @dataclass(eq=False)
@@ -62,11 +63,18 @@ class Context(Movable):
         return total
 
 
-def in_context(inputs: SequenceInputs, part: int, parts: int) -> SequenceInputs:
+def in_context(inputs: ModuleInputs, part: int, parts: int) -> SequenceInputs:
     """Return what one of ``parts`` context-parallel ranks takes of an instance's inputs, see :class:`ContextSharding`.
 
     Sequences keep their numbers and lengths, rows their labels and positions.
+
+    Raises:
+        ModelError: they are no token sequences.
     """
+    if not isinstance(inputs, SequenceInputs):
+        raise ModelError(
+            f"cp={parts} of a module that takes {type(inputs).__name__}: it is for SequenceInputs; set cp=1"
+        )
     packing, lie = inputs.packing, ContextSharding(parts, parts)
     total = packing.rows
     by_rank = [np.r_[lie.chunks(total, rank)] for rank in range(parts)]
@@ -94,11 +102,13 @@ def in_context(inputs: SequenceInputs, part: int, parts: int) -> SequenceInputs:
         offsets=(offsets[0], offsets[1]),
         extents=tuple(torch.empty(int(each.max(initial=0)), 0) for each in segments),  # type: ignore[arg-type]
     )
-    labels = inputs.labels[mine]
+    labelled = np.flatnonzero(inputs.labels.numpy() != IGNORE)
+    of, count = sequence[labelled], np.bincount(sequence[labelled], minlength=len(starts))
+    own_labels = np.stack([of, np.arange(len(of)) - ragged.starts(count)[of]], axis=1)
     return replace(
         inputs,
         ids=inputs.ids[mine],
-        labels=labels,
+        labels=inputs.labels[mine],
         labelled=None,
         packing=replace(
             packing,
@@ -111,7 +121,7 @@ def in_context(inputs: SequenceInputs, part: int, parts: int) -> SequenceInputs:
             restore=None,
             context=context,
         ),
-        own_labels=np.flatnonzero(np.isin(np.flatnonzero(inputs.labels.numpy() != IGNORE), by_rank[part])),
+        own_labels=own_labels[np.isin(labelled, by_rank[part])],
     )
 
 

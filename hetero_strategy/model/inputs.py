@@ -282,7 +282,8 @@ class SequenceInputs(ModuleInputs):
     labelled: torch.Tensor | None = None
     """int64: the rows that have a label, ascending; found where the inputs are made, on the host."""
     own_labels: np.ndarray | None = None
-    """int64, on the host: with context parallelism, which of the instance's labels these rows have; None: all."""
+    """int64 ``[labels, 2]``, on the host: with context parallelism, of each label that these rows have its sequence and
+    its number among the labels of that; None: these rows have all."""
 
     def __post_init__(self) -> None:
         if self.labelled is None:
@@ -294,7 +295,8 @@ class SequenceInputs(ModuleInputs):
         sequences[: len(bad)] = bad
         silent = torch.from_numpy(sequences).to(self.labels.device).index_select(0, self.packing.sequence)
         labels = self.labels.masked_fill(silent, IGNORE)
-        return replace(self, labels=labels, labelled=None)
+        own = None if self.own_labels is None else self.own_labels[~sequences[self.own_labels[:, 0]]]
+        return replace(self, labels=labels, labelled=None, own_labels=own)
 
 
 @dataclass(frozen=True, eq=False)

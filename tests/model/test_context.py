@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from hetero_strategy.layout.row_sharding import ContextSharding
 from hetero_strategy.model import attention
 from hetero_strategy.model.attention import packed_attention
 from hetero_strategy.model.context import Context, in_context
-from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
+from hetero_strategy.model.inputs import IGNORE, ModuleInputs, Packing, SequenceInputs
 
 LENGTHS = [[24], [5, 7, 12], [1, 0, 9, 2, 2, 10], [6, 6, 6, 6], [23, 1]]
 
@@ -101,6 +101,8 @@ def test_all_ranks_make_the_whole(
 def test_rows_keep_what_they_are(lengths: list[int]) -> None:
     whole = inputs_of(lengths)
     labelled = np.flatnonzero(whole.labels.numpy() != IGNORE)
+    of = whole.packing.sequence[labelled].tolist()
+    numbers = [[s, of[:at].count(s)] for at, s in enumerate(of)]
     for rank in range(2):
         mine, own = rows_of(rank, 2, 24), in_context(whole, rank, 2)
         for found, wanted in (
@@ -111,14 +113,17 @@ def test_rows_keep_what_they_are(lengths: list[int]) -> None:
         ):
             assert found.tolist() == wanted[mine].tolist()
         assert own.labelled is not None and own.own_labels is not None
-        assert own.ids[own.labelled].tolist() == labelled[own.own_labels].tolist()
+        found = own.ids[own.labelled].tolist()  # a row's number
+        assert own.own_labels.tolist() == [numbers[labelled.tolist().index(row)] for row in found]
         assert (own.packing.rows, own.packing.longest) == (12, max(lengths))
         bad = np.arange(max(1, len(lengths) - 1)) == 0
         silent = own.silenced(bad)
         assert (silent.labels == IGNORE)[own.packing.sequence == 0].all()
         kept = own.packing.sequence != 0
         assert silent.labels[kept].tolist() == own.labels[kept].tolist()
-        assert silent.labelled is not None and len(silent.labelled) == int((silent.labels != IGNORE).sum())
+        assert silent.labelled is not None and silent.own_labels is not None
+        assert silent.own_labels.tolist() == [one for one in own.own_labels.tolist() if one[0]]
+        assert len(silent.labelled) == int((silent.labels != IGNORE).sum()) == len(silent.own_labels)
 
 
 def test_both_ranks_have_as_much_to_do_where_one_sequence_fills_the_rows() -> None:
@@ -130,6 +135,11 @@ def test_both_ranks_have_as_much_to_do_where_one_sequence_fills_the_rows() -> No
     assert len(set(counts)) == 1
 
 
+def test_what_are_no_sequences_is_refused() -> None:
+    with pytest.raises(ModelError, match="cp=2 of a module that takes ModuleInputs: it is for SequenceInputs"):
+        in_context(ModuleInputs(), 0, 2)
+
+
 def test_attention_to_later_rows_is_refused() -> None:
     own = in_context(inputs_of([8]), 0, 2)
     rows = torch.randn(1, 2, 4, 8)
@@ -137,7 +147,7 @@ def test_attention_to_later_rows_is_refused() -> None:
         packed_attention(rows, rows, rows, own.packing, causal=False)
 
 
-def test_padded_labels_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_measured_and_predicted_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a person reads of a step: tokens and whole samples predicted right, over both ranks' rows."""
     from hetero_strategy.model.causal_lm import CausalLMKind, LMOutput
 
@@ -145,9 +155,13 @@ def test_padded_labels_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -
     assert whole.labelled is not None
     right = torch.ones(len(whole.labelled), dtype=torch.bool)
     right[whole.labels[whole.labelled] == 8] = False  # of the second sequence
+    metadata: Any = SimpleNamespace(labels=np.array([9, 5, 9, 3, 9, 8]))  # of three samples elsewhere, too
+    units = np.array([3, 1, 5])
     counted: list[tuple[int, int]] = []
     parts = [in_context(whole, rank, 2) for rank in range(2)]
-    outputs = [LMOutput(torch.zeros(()), right[own.own_labels], right[own.own_labels]) for own in parts]
+    rows = {int(row): number for number, row in enumerate(whole.labelled)}
+    mine = [[rows[int(row)] for row in own.ids[own.labelled]] for own in parts]
+    outputs = [LMOutput(torch.zeros(()), right[at], torch.tensor(at)) for at in mine]
     measured: Callable[..., Any] = CausalLMKind().measured
     shares: list[Tensor] = []
     monkeypatch.setattr(Context, "summed", lambda _, numbers: shares.append(numbers.clone()) or numbers)
@@ -157,5 +171,10 @@ def test_padded_labels_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -
     for own, output in zip(parts, outputs, strict=True):
         tokens, samples = measured(own, output)
         counted.append((int(tokens), int(samples)))
-    tokens, samples = measured(whole, replace(outputs[0], correct=right, predicted=right))
+    everything = LMOutput(torch.zeros(()), right, torch.arange(len(right)))
+    places, predicted = CausalLMKind().placed(metadata, "llm", units, whole, everything)
+    expected = dict(zip(places.tolist(), predicted.tolist(), strict=True))
+    made = [CausalLMKind().placed(metadata, "llm", units, *of) for of in zip(parts, outputs, strict=True)]
+    assert {p: n for at, found in made for p, n in zip(at.tolist(), found.tolist(), strict=True)} == expected
+    tokens, samples = measured(whole, everything)
     assert tuple(map(sum, zip(*counted, strict=True))) == (int(tokens), int(samples)) == (len(right) - 1, 2)
