@@ -332,7 +332,7 @@ def balance(trainer: L.Trainer, totals: Totals) -> dict[str, Any] | None:
     return {
         "imbalance": {m: [round(s.imbalance_before, 4), round(s.imbalance_after, 4)] for m, s in seen.spreads.items()},
         "data_wait_share": None if share is None else round(share, 4),
-        "workers": getattr(trainer.train_dataloader, "num_workers", None),
+        "workers": getattr(trainer.datamodule, "num_workers", None),  # type: ignore[attr-defined]
         **{name: known[name] for name in BALANCE},
     }
 

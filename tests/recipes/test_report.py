@@ -30,7 +30,7 @@ SPREAD = Spread(np.array([3.0, 1.0]), np.array([2.2, 1.8]))
 def reported(summary: BalanceSummary | None, seconds: float = 10.0) -> Any:
     monitor = BalanceMonitor()
     monitor.last = summary
-    trainer: Any = SimpleNamespace(callbacks=[monitor], train_dataloader=SimpleNamespace(num_workers=0))
+    trainer: Any = SimpleNamespace(callbacks=[monitor], datamodule=SimpleNamespace(num_workers=0))
     spent = Spent(step=seconds - 0.5, data=0.5) if seconds else Spent()
     return balance(trainer, Totals(5, 100, spent, 2))
 

@@ -94,7 +94,7 @@ def test_a_run_leaves_a_report(tmp_path: Path, whole: tuple[Path, Ended]) -> Non
     python, _, arguments = report["resume"].partition(" ")
     assert shutil.which(python) and arguments == f"-m recipes.train resume={folder} trainer.max_steps={2 * STEPS}"
     assert result.output.count(f"-m recipes.train resume={folder}") == 2 and report["resume"] in result.output
-    assert "exact match" in result.output
+    assert "exact match" in result.output and report["balance"]["workers"] == 0
 
     job = (f"run={folder}", "layout=single", "split=val", "monitor.progress_bar=false")
     again = run_forked(tmp_path / "again", *job, module="recipes.evaluate")
