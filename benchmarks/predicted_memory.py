@@ -81,6 +81,11 @@ SETTINGS = (
     _setting("mixed, llm pp 2 x dp_shard 2, bf16", Layout(ROW, pp=2), Layout((0, 1)), storage=MIXED),
     _setting("llm tp 2", Layout((0, 1), tp=2), Layout((0, 1))),
     _setting("llm pp 2 x tp 2, bf16", Layout(ROW, pp=2, tp=2), Layout((0, 1)), storage=MIXED),
+    _setting("llm cp 2", Layout((0, 1), cp=2), Layout((0, 1))),
+    _setting("llm cp 2 x tp 2, bf16", Layout(ROW, cp=2, tp=2), Layout(ROW), storage=MIXED),
+    _setting(
+        "llm pp 2 x cp 2, recompute all, bf16", Layout(ROW, pp=2, cp=2), ALONE, storage=MIXED, recompute={"llm": "all"}
+    ),
     _setting("encoder in the bubbles of pp 4, bf16", Layout(ROW, pp=4), Layout(ROW), fill="fine", storage=MIXED),
     _setting("decoupled from pp 4, bf16", Layout(ROW, pp=4), Layout(ROW), fill="decoupled", storage=MIXED),
     _setting("frozen, ahead in the bubbles of pp 4, bf16", Layout(ROW, pp=4), Layout(ROW), storage=MIXED, **AHEAD),

@@ -121,7 +121,7 @@ def of_rank(chosen: Setting, rank: int, sets: Sequence[Sequence[int]], step: Ste
             weights += own * COMPUTE.itemsize
             gathers += own * COMPUTE.itemsize * done.count((node, "UNSHARD"))
             trained = sum(local(p).numel() for p in stage.parameters() if p.requires_grad)
-            reductions += trained * MASTER.itemsize * layouts[node.module].dp_shard
+            reductions += trained * MASTER.itemsize * layouts[node.module].shards
         inventory, coordinates = saved(stages)
         plan_bytes = len(pickle.dumps((inventory.digest, coordinates)))
     return {

@@ -66,6 +66,8 @@ class Adapter(nn.Module):
     """Whether it can be given a part of its rows, where these meet each other in ``packed_attention`` alone."""
     context_group: str = ""
     """Name of the process group of the ranks that have the other parts."""
+    context_width: int = 0
+    """Numbers per row that each of its blocks gathers over these ranks, keys and values; 0: plans count nothing."""
     compiled_by: str | None = None
     """Backend of ``torch.compile`` that the blocks are compiled by; what a stage does besides may be, too."""
     tp_chunks: int = 1

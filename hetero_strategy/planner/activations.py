@@ -10,13 +10,24 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float64, Num
 
+from hetero_strategy import ragged
 from hetero_strategy.model.inputs import Packing
 
-FEATURES = ("row", "row of a packing that is moved", "row of its padded buckets", "pair of a bucket with a mask")
-"""What activations grow with. All but the first are those of attention in buckets: flash kernels take rows as they lie.
+FEATURES = (
+    "row",
+    "row of a packing that is moved",
+    "row of its padded buckets",
+    "pair of a bucket with a mask",
+    "key of other context-parallel ranks that is seen",
+    "key of all of them",
+    "pair of a row and a key that it may see",
+)
+"""What activations grow with. The three after the first are those of attention in buckets: flash kernels take rows as
+they lie. The last three are of context parallelism, where all but flash kernels take a mask of pairs.
 """
+KEYS, ALL, PAIRS = range(4, 7)
 
 
 def features(packing: Packing) -> Float64[np.ndarray, "features"]:
@@ -24,7 +35,24 @@ def features(packing: Packing) -> Float64[np.ndarray, "features"]:
     moved, buckets = packing.gather is not None, packing.buckets
     padded = sum(b.count * b.length for b in buckets) if moved else 0
     pairs = sum(b.count * b.length**2 for b in buckets if b.mask is not None)
-    return np.array([packing.rows, packing.rows if moved else 0, padded, pairs], dtype=np.float64)
+    return np.array([packing.rows, packing.rows if moved else 0, padded, pairs, 0, 0, 0], dtype=np.float64)
+
+
+def features_in_context(
+    lengths: Num[np.ndarray, "sequences"], cp: int, masked: bool
+) -> Float64[np.ndarray, "features"]:
+    """Those of the context-parallel rank that sees most keys.
+
+    Args:
+        masked: attention takes a mask, as it does but on CUDA in half precision.
+    """
+    total, starts = int(np.sum(lengths)), ragged.starts(np.asarray(lengths))
+    own, begins = total / cp, np.arange(2 * cp) * total // (2 * cp)
+    before = begins - starts[np.searchsorted(starts, begins, side="right") - 1]  # of each chunk's first sequence
+    seen = own + float((before[:cp] + before[::-1][:cp]).max())
+    found = np.zeros(len(FEATURES))
+    found[[0, KEYS, ALL, PAIRS]] = own, seen - own, total, own / 2 * seen * masked
+    return found
 
 
 class HeadBytes(NamedTuple):
@@ -77,7 +105,7 @@ class BlockBytes:
         """On one of ``tp`` ranks, of which each has one of ``parts`` parts of the rows between columns."""
         left = np.array([1 / tp, 1 / parts, 1.0])
         kept = self.kept * left[:, None, None]
-        before, after = (x.sum(axis=(0, 2)) for x in (self.kept, kept))
+        before, after = (x[..., :KEYS].sum(axis=(0, 2)) for x in (self.kept, kept))
         less = np.divide(after, before, out=np.full(len(before), 1 / parts), where=before > 0)[:, None]
         stays = None if self.stays is None else self.stays * left[:, None, None]
         peaks = self.forward * less, self.backward * less, self.halves * less

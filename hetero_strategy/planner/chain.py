@@ -30,11 +30,11 @@ class Chain(NamedTuple):
     def layouts(self, ranks: Sequence[int]) -> dict[str, ModuleLayout]:
         """Of all modules."""
         tp, replicate, shard = self.degrees.tp, self.degrees.dp_replicate, self.degrees.dp_shard
-        each = tp * self.degrees.dp
+        each = self.degrees.ranks // self.degrees.pp
         return {
             name: ModuleLayout(
                 tuple(ranks[first * each : (first + len(blocks)) * each]),
-                tp=tp, pp=len(blocks), dp_replicate=replicate, dp_shard=shard, split=blocks,
+                tp=tp, pp=len(blocks), dp_replicate=replicate, dp_shard=shard, cp=self.degrees.cp, split=blocks,
             )
             for name, (first, blocks) in self.stages.items()
         }  # fmt: skip
@@ -97,12 +97,13 @@ def moved(shape: ModelShape, layouts: Mapping[str, ModuleLayout]) -> Iterator[di
     module; nothing where that is not what the layouts are.
     """
     first, *others = (layout for layout in layouts.values())
-    alike = all((x.tp, x.dp_replicate, x.dp_shard) == (first.tp, first.dp_replicate, first.dp_shard) for x in others)
-    ranks, each = sorted({rank for layout in layouts.values() for rank in layout.ranks}), first.tp * first.dp
+    of = Degrees.of(first)
+    alike = all(Degrees.of(x)._replace(pp=of.pp) == of for x in others)
+    ranks, each = sorted({rank for layout in layouts.values() for rank in layout.ranks}), of.ranks // of.pp
     if not alike or len(ranks) % each or any(layout.split is None for layout in layouts.values()):
         return
     counts = np.zeros(len(ranks) // each, np.int64)
-    degrees = Degrees(first.tp, len(counts), first.dp_replicate, first.dp_shard)
+    degrees = of._replace(pp=len(counts))
     for name, module in shape.modules.items():
         begin, split = ranks.index(layouts[name].ranks[0]) // each, layouts[name].split or ()
         if begin + len(split) > len(counts):

@@ -212,7 +212,8 @@ class Cluster:
         Args:
             layout: resolved.
         """
-        nodes, (shards, replicas) = self.network.nodes_of(layout.grid()), (layout.dp_shard, layout.dp_replicate)
+        shards, replicas = layout.shards, layout.dp_replicate
+        nodes = self.network.nodes_of(layout.grid()).reshape(layout.pp, replicas, shards, layout.tp)
         of = [np.moveaxis(nodes, axis, -1).reshape(-1, size) for axis, size in ((2, shards), (1, replicas))]
         pairs = (len(self.network.ends) * np.arange(len(groups))[:, None] + groups for groups in of)
         fewest, least = (int(np.unique(each, return_counts=True)[1].min()) for each in pairs)

@@ -18,7 +18,7 @@ from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.partition import split
-from hetero_strategy.planner.shape import ModelShape, ModuleShape
+from hetero_strategy.planner.shape import KEPT, ModelShape, ModuleShape
 from hetero_strategy.planner.space import Degrees
 from hetero_strategy.planner.times import ModuleSeconds, Precision, module_times, synchronization
 
@@ -92,7 +92,7 @@ class Estimates:
             for again in (0, *EVERY)
         }
         """By module, and of how many blocks one runs again: numbers per row that blocks keep."""
-        self._work: dict[tuple[str, int, int], Work] = {}
+        self._work: dict[tuple[str, int, int, int], Work] = {}
         self._splits: dict[tuple[str, int, int], float] = {}
         self._cuts: dict[tuple[int, int, bool], tuple[int, ...]] = {}
         self._parts: dict[tuple[int, ...], Estimates] = {}
@@ -111,13 +111,13 @@ class Estimates:
         """What holds on some ranks: where they lie in several pools, the slowest device and the least memory."""
         return self if len(self.cluster.pools) == 1 else self.of(self.cluster.pools_of(ranks))
 
-    def work(self, module: str, tp: int, recomputed: int = 0) -> Work:
-        """A module's work, with so many tensor-parallel ranks."""
-        if (module, tp, recomputed) not in self._work:
+    def work(self, module: str, tp: int, recomputed: int = 0, cp: int = 1) -> Work:
+        """A module's work, with so many tensor-parallel and context-parallel ranks."""
+        if (key := (module, tp, recomputed, cp)) not in self._work:
             shape = self._shape.modules[module]
             blocks = shape.blocks
             each = (1,) * blocks if shape.has_blocks else (0,)
-            layout = ModuleLayout(tuple(range(tp * blocks)), dp_shard=1, tp=tp, pp=blocks, split=each)
+            layout = ModuleLayout(tuple(range(tp * cp * blocks)), dp_shard=1, tp=tp, cp=cp, pp=blocks, split=each)
             made = module_times(
                 shape,
                 layout,
@@ -131,8 +131,11 @@ class Estimates:
             lines = [[t.forward for t in made], [t.backward for t in made]]
             forward, backward = (np.array([n.per_row * rows + n.per_pair * squares for n in part]) for part in lines)
             fixed = sum(line.fixed for part in lines for line in part)
-            self._work[module, tp, recomputed] = Work(forward, backward, fixed)
-        return self._work[module, tp, recomputed]
+            self._work[key] = Work(forward, backward, fixed)
+        return self._work[key]
+
+    def _work_of(self, module: str, degrees: Degrees) -> Work:
+        return self.work(module, degrees.tp, degrees.recomputed, degrees.cp)
 
     def slowest_share(self, module: str, tp: int, stages: int) -> float:
         """Share of the module's work that its slowest stage has, where it is cut as well as it can be."""
@@ -156,7 +159,7 @@ class Estimates:
 
     def busy(self, module: str, degrees: Degrees, microbatches: int) -> float:
         """Seconds in which a rank of the slowest stage computes, on the busiest instance."""
-        work = self.work(module, degrees.tp, degrees.recomputed)
+        work = self._work_of(module, degrees)
         share = self.slowest_share(module, degrees.tp, degrees.pp)
         uneven = self.unevenness(module, degrees.dp, microbatches) if degrees.dp > 1 else 1.0
         total = work.total / degrees.dp * uneven
@@ -174,7 +177,7 @@ class Estimates:
 
     def through(self, module: str, degrees: Degrees, microbatches: int) -> float:
         """Seconds that one microbatch needs through all stages, forward and backward."""
-        work = self.work(module, degrees.tp, degrees.recomputed)
+        work = self._work_of(module, degrees)
         uneven = self.unevenness(module, degrees.dp, microbatches)
         return work.total / (degrees.dp * microbatches) * uneven + work.fixed
 
@@ -184,7 +187,7 @@ class Estimates:
         What is gathered once per step runs beside the first forward, and what is gathered and summed with every
         microbatch beside its compute; neither does on cores that ranks share.
         """
-        share = self.work(module, degrees.tp, degrees.recomputed).forward_share
+        share = self._work_of(module, degrees).forward_share
         through = self.through(module, degrees, microbatches)
         if degrees.once:
             return self.waits(*self._numbers(module, degrees), degrees, share * through / degrees.pp, 0.0)
@@ -203,10 +206,10 @@ class Estimates:
     def holds(self, parameters: float, trained: float, degrees: Degrees) -> float:
         """Likewise of so many parameters of one tensor-parallel and pipeline rank, its shards together."""
         size = self._precision
-        shards = (self._states * size.master * trained + size.compute * (parameters - trained)) / degrees.dp_shard
-        copied = parameters if degrees.dp_shard > 1 else trained * (size.compute != size.master)
+        shards = (self._states * size.master * trained + size.compute * (parameters - trained)) / degrees.shards
+        copied = parameters if degrees.shards > 1 else trained * (size.compute != size.master)
         gathered = size.compute * copied + size.master * trained
-        return shards + (gathered if degrees.once else size.master * trained / degrees.dp_shard)
+        return shards + (gathered if degrees.once else size.master * trained / degrees.shards)
 
     def waits(
         self, parameters: float, trained: float, blocks: float, degrees: Degrees, before: float, after: float
@@ -239,7 +242,9 @@ class Estimates:
         how = self.given.recomputed(module, degrees.recomputed * shape.has_blocks)
         parts = degrees.tp * (degrees.pp if how is not None and how.whole else 1)
         saved = self.kept * self._saved[module, degrees.recomputed]
-        return saved * rows * self._precision.compute / parts
+        whole = shape.context / (KEPT * shape.width)  # of what a block keeps: keys and values of all rows
+        share = 1.0 if degrees.cp == 1 else whole + (1 - whole) / degrees.cp
+        return saved * share * rows * self._precision.compute / parts
 
     def bytes(self, module: str, degrees: Degrees, microbatches: int) -> float:
         """:meth:`held` and :meth:`activations`."""

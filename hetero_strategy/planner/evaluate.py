@@ -14,7 +14,7 @@ from jaxtyping import Float64
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.islands import islands_of
 from hetero_strategy.layout.placement import Placement, place
-from hetero_strategy.layout.row_sharding import RowSharding
+from hetero_strategy.layout.row_sharding import sharding
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize.offload import Offload
 from hetero_strategy.parallelize.recompute import Recompute, decoupled
@@ -227,7 +227,7 @@ class Evaluator:
             ends = np.cumsum(layout.split) if module.has_blocks else [1]
             counts = np.split(module.trained, ends[:-1])
             trains |= {StageId(name, i): bool(part.any()) for i, part in enumerate(counts)}
-        shardings = {n: RowSharding(m.row_parts[layouts[n].tp]) for n, m in self.shape.modules.items()}
+        shardings = {n: sharding(layouts[n].cp, m.row_parts[layouts[n].tp]) for n, m in self.shape.modules.items()}
         once_gathered = {s for s, t in times.items() if t.once}
         graph = stage_graph(
             list(self.shape.modules),

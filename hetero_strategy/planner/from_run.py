@@ -22,8 +22,9 @@ from hetero_strategy.planner.times import (
     Line,
     ModuleSeconds,
     Precision,
+    RankCollectives,
     block_lines,
-    tp_collectives,
+    rank_collectives,
 )
 from hetero_strategy.schedule.action import Kind, StageId
 
@@ -96,10 +97,10 @@ class Measured:
                 _, into, own = block_lines(module, layout, cluster, fed[name], 0.0, precision)
                 stages = [self.stages[StageId(name, i)] for i in range(layout.pipeline.stages)]
                 took = _of_blocks(stages, layout.split if module.has_blocks else (1,), formula)
-                collectives = tp_collectives(module, layout.tp, cluster, precision)
+                collectives = rank_collectives(module, layout, cluster, precision)
                 found[name] = {
                     layout.tp: [
-                        _block(block, (i, o), again, collectives)
+                        _block(block, (i, o), again, collectives, layout.cp)
                         for block, i, o in zip(zip(*took, strict=True), into, own, strict=True)
                     ]
                 }
@@ -130,9 +131,9 @@ def _dealt(total: Line, expected: Sequence[Line]) -> list[Line]:
 
 
 def _block(
-    took: tuple[Line, Line, Line, Line], formula: tuple[Line, Line], again: float, collectives: Line
+    took: tuple[Line, Line, Line, Line], formula: tuple[Line, Line], again: float, over: RankCollectives, cp: int
 ) -> BlockSeconds:
-    """One block without recompute and collectives.
+    """One block without recompute and collectives, on a rank that has all rows of its ``cp`` context-parallel ones.
 
     Args:
         took: as :func:`_of_blocks` has it.
@@ -140,14 +141,18 @@ def _block(
     """
     (forward, whole, into, own), (plain_into, plain_own) = took, formula
     fed, trains = plain_into != NOTHING, plain_own != NOTHING
-    less = NOTHING.plus(forward, again * (fed or trains)).plus(collectives, float(fed))
+    less = (
+        NOTHING.plus(forward, again * (fed or trains)).plus(over.tp, float(fed)).plus(over.keys, float(fed or trains))
+    )
     whole = _less(whole, less)
     if into != NOTHING or own != NOTHING:
         into, own = (_less(into, less), own) if fed else (into, _less(own, less))
     else:
         share = plain_into.per_row / ((plain_into.per_row + plain_own.per_row) or 1.0)
         into, own = NOTHING.plus(whole, share), NOTHING.plus(whole, 1.0 - share)
-    return BlockSeconds(_less(forward, collectives), whole, into if fed else NOTHING, own if trains else NOTHING)
+    forward = _less(forward, over.tp.plus(over.keys))
+    of_all = (line.shared(1 / cp) for line in (forward, whole, into if fed else NOTHING, own if trains else NOTHING))
+    return BlockSeconds(*of_all)
 
 
 def _plain(layout: ModuleLayout) -> dict[str, Any]:

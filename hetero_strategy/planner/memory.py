@@ -19,7 +19,7 @@ from hetero_strategy import ragged
 from hetero_strategy.model.inputs import Packing
 from hetero_strategy.plan.ahead import computing
 from hetero_strategy.plan.step_plan import Assignment
-from hetero_strategy.planner.activations import FEATURES, Activations, features
+from hetero_strategy.planner.activations import FEATURES, Activations, features, features_in_context
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Placed, Step
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.stage_memory import StageBytes, StageNeeds, stage_bytes, stage_needs
@@ -166,7 +166,8 @@ class MemoryModel:
         placed, plan, found = step.placed, step.plan, {}
         for module in placed.graph.pipelines:
             name, assignments = computing(module), plan.assignments[module]
-            given = np.stack([self._given(a) for a in assignments])
+            cp = placed.placement.layouts[name].cp
+            given = np.stack([self._given(a, cp) for a in assignments])
             labels = plan.metadata.labels if self.shape.modules[name].samplewise else None
             how = placed.recompute.get(name)
             for nodes in placed.graph.chains[module]:
@@ -176,17 +177,20 @@ class MemoryModel:
                     labelled = None
                     if labels is not None and node == nodes[-1]:
                         labelled = np.stack([np.diff(ragged.offsets(labels[a.units])[a.offsets]) for a in assignments])
-                        labelled = labelled[:, own]
+                        labelled = np.minimum(labelled[:, own], given[:, own, 0])  # all may be those of one rank
                     found[node] = stage_needs(
-                        self.activations[name], placed.placement.layouts[name], stage.row_sharding.parts, how,
+                        self.activations[name], placed.placement.layouts[name], stage.row_sharding.parts // cp, how,
                         sizes[node], _blocks(placed, node), given[:, own], labelled, placed.candidate.offload.get(name),
                     )  # fmt: skip
         return found
 
-    def _given(self, assignment: Assignment) -> Float64[np.ndarray, "instances features"]:
-        """Features of every instance's packing."""
+    def _given(self, assignment: Assignment, cp: int) -> Float64[np.ndarray, "instances features"]:
+        """Features of every instance's packing, on a rank."""
+        instances = range(len(assignment.offsets) - 1)
+        if cp > 1:
+            masked = self.allocator.buckets
+            return np.stack([features_in_context(assignment.inner_rows_of(i), cp, masked) for i in instances])
         if self.allocator.buckets:
-            instances = range(len(assignment.offsets) - 1)
             return np.stack([features(Packing.of(assignment.inner_rows_of(i))) for i in instances])
         given = np.zeros((len(assignment.offsets) - 1, len(FEATURES)))
         given[:, 0] = assignment.totals(inner=True)

@@ -207,8 +207,9 @@ class Planner:
         layouts, works = candidate.layouts, dict[str, float]()
         for name, layout in layouts.items():
             again = candidate.recompute.get(name)
-            work = self.estimates.on(layout.ranks).work(name, layout.tp, 0 if again is None else again.every)
-            works[name] = work.total * layout.tp
+            every, ranks = 0 if again is None else again.every, layout.tp * layout.cp
+            work = self.estimates.on(layout.ranks).work(name, layout.tp, every, layout.cp)
+            works[name] = work.total * ranks
         spans = [{*layout.ranks} for layout in layouts.values()]
         inside = (
             (span, (n for n, x in layouts.items() if span.issuperset(x.ranks)))
@@ -251,10 +252,8 @@ class Planner:
             again = candidate.recompute.get(name)
             if not given.allows(name, layout.tp, int(again is not None and not given.recompute)):
                 return False
-            degrees = Degrees(
-                layout.tp, layout.pp, layout.dp_replicate, layout.dp_shard, 0 if again is None else again.every,
-                candidate.reshard_after_forward == "never",
-            )  # fmt: skip
+            whole = candidate.reshard_after_forward == "never"
+            degrees = Degrees.of(layout, 0 if again is None else again.every, whole)
             needed[[*layout.ranks]] += self.estimates.on(layout.ranks).bytes(name, degrees, candidate.microbatches)
         return bool((needed <= self.room).all())
 

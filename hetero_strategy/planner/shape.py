@@ -22,6 +22,8 @@ from hetero_strategy.schedule.action import StageId
 LENGTHS = (64, 128)
 """Lengths of the sequences from whose FLOPs the linear and the quadratic part follow."""
 LARGEST_TP = 64
+KEPT = 17.0
+"""Rows that a block keeps for its backward, of each row that it takes; see :meth:`ModuleShape.saved`."""
 RESIDUAL_MOVES = 4
 """Times that a block's two residual sums read or write a row of its width."""
 LOSS_MOVES = 7
@@ -75,6 +77,8 @@ class ModuleShape:
     """What they share, as ``stored`` counts it in both."""
     tp_compiles: bool = True
     """Whether torch's compiler takes its tensor-parallel layers."""
+    context: int = 0
+    """Numbers per row that a block gathers over context-parallel ranks, see :attr:`Adapter.context_width`."""
 
     @property
     def blocks(self) -> int:
@@ -98,11 +102,11 @@ class ModuleShape:
     def saved(self, recompute: Recompute | None = None, offload: Offload | None = None) -> float:
         """Numbers per row that autograd keeps on the device for the backward of all blocks.
 
-        17 times the width in a block with flash attention (Korthikanti et al., arXiv:2205.05198, section 4.1: 34 bytes
-        where numbers have 2), the block's input alone where it is recomputed, with what matmuls and attention make of
+        :data:`KEPT` times the width in a block with flash attention (Korthikanti et al., arXiv:2205.05198, section 4.1:
+        34 bytes where numbers have 2), the block's input alone where it is recomputed, with what matmuls and attention make of
         it (3 + 1 + 1 + 4 + 1) where that is kept. Of blocks in host memory one is on its way.
         """
-        kept, number = np.full(self.blocks, 17.0), np.arange(self.blocks)
+        kept, number = np.full(self.blocks, KEPT), np.arange(self.blocks)
         if recompute is not None and not recompute.whole:
             kept[number % recompute.every == 0] = 11.0 if recompute.keeps_matmuls else 1.0
         away = number % offload.every == 0 if offload is not None else np.zeros(self.blocks, bool)
@@ -184,6 +188,7 @@ def _module(module: Adapter) -> ModuleShape:
         tied=tied,
         twice=(stored.sum(axis=0) - whole) * tied,
         tp_compiles=module.tp_compiles,
+        context=module.context_width,
     )
 
 

@@ -29,6 +29,7 @@ class Degrees(NamedTuple):
     """Of so many of its blocks one runs again in backward; 0: none does."""
     whole: bool = False
     """Whether parameters are gathered once per step also where by default they are with every microbatch."""
+    cp: int = 1
 
     @property
     def dp(self) -> int:
@@ -36,12 +37,17 @@ class Degrees(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def shards(self) -> int:
+        """See :attr:`ModuleLayout.shards`."""
+        return self.dp_shard * self.cp
 
     @property
     def once(self) -> bool:
         """Whether parameters are gathered once per step: where pipelined, where nothing shards them, or as asked."""
-        return self.whole or self.pp > 1 or self.dp_shard == 1
+        return self.whole or self.pp > 1 or self.shards == 1
 
     @property
     def plain(self) -> Degrees:
@@ -51,8 +57,19 @@ class Degrees(NamedTuple):
     def layout(self, ranks: Sequence[int]) -> ModuleLayout:
         """On so many ranks."""
         return ModuleLayout(
-            tuple(ranks), tp=self.tp, pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard
+            tuple(ranks),
+            tp=self.tp,
+            pp=self.pp,
+            dp_replicate=self.dp_replicate,
+            dp_shard=self.dp_shard,
+            cp=self.cp,
         )
+
+    @classmethod
+    def of(cls, layout: ModuleLayout, recomputed: int = 0, whole: bool = False) -> Degrees:
+        """Those of a layout."""
+        x = layout
+        return cls(x.tp, x.pp, x.dp_replicate, x.dp_shard, recomputed, whole, x.cp)
 
 
 def partitions(modules: Sequence[str]) -> Iterator[Partition]:

@@ -111,7 +111,7 @@ def stage_bytes(
     frozen, trained = (np.append(stored[:, 0, t], stored[:, 1, t].sum()) for t in (0, 1))
     casts = precision.compute != precision.master and bool(trained.any())
     copied = casts and once and len(layout.ranks) == layout.pp
-    fsdp, shard = (layout.dp_shard > 1 or casts) and not copied, layout.dp_shard
+    fsdp, shard = (layout.shards > 1 or casts) and not copied, layout.shards
     # Over a group of one rank only what trains is cast.
     gathered = precision.compute * (trained + frozen * (shard > 1)) * (fsdp or copied)
     whole = precision.master * trained
@@ -167,7 +167,7 @@ def stage_needs(
     """Activations of the stage of some blocks.
 
     Args:
-        parts: into which an instance's rows are cut.
+        parts: into which the rows that are given are cut.
         blocks: its first block and the one after its last.
         given: features of what each instance has in each microbatch.
         labelled: rows with a label, where the stage has a head.

@@ -183,9 +183,9 @@ def module_times(
         held, trains = (float(n) / layout.tp for n in shape.held(a, b))
         gather, scatter, replicas = synchronization(held, trains, b - a, layout, cluster, precision, members)
         after = 0.0
-        if layout.dp_shard == 1 and not once:  # such gradients are summed once, after the last backward
+        if layout.shards == 1 and not once:  # such gradients are summed once, after the last backward
             after, replicas = replicas, 0.0
-        adam = ADAM_BYTES / 4 * precision.master * trains / layout.dp_shard / cluster.device.memory_bandwidth
+        adam = ADAM_BYTES / 4 * precision.master * trains / layout.shards / cluster.device.memory_bandwidth
         f, i, w, *whole_backward = (reduce(Line.plus, lines[a:b], NOTHING) for lines in blocks)
         collectives = gather, scatter + replicas, once, after + adam / accumulated
         beside = not cluster.shares_cores
@@ -225,7 +225,7 @@ def synchronization(
         blocks: they are in; each has collectives of its own.
         members: see :meth:`Cluster.members`; None: groups begin with a node.
     """
-    tp, shard, whole, size = degrees.tp, degrees.dp_shard, precision.compute * parameters, precision.master * trained
+    tp, shard, whole, size = degrees.tp, degrees.shards, precision.compute * parameters, precision.master * trained
     own, (near, apart) = cluster.device.sharding, members
     gather, scatter, replicas = blocks * cluster.collective(whole / blocks, shard, tp, on_node=near), 0.0, 0.0
     if trained:
@@ -252,11 +252,11 @@ def block_lines(
     goes through all matmuls, too, to what trains in the first block with something that does, such as an embedding, if
     no matmul's weight trains there.
     """
-    device, tp = cluster.device, layout.tp
-    peak = device.peak(precision.compute) * tp
+    device, tp, ranks = cluster.device, layout.tp, layout.tp * layout.cp
+    peak = device.peak(precision.compute) * ranks
     matmul, attention = peak * device.matmul, peak * device.attention
-    moved = np.broadcast_to(shape.moved, shape.blocks) * precision.compute / device.memory_bandwidth / tp
-    collectives = tp_collectives(shape, tp, cluster, precision)
+    moved = np.broadcast_to(shape.moved, shape.blocks) * precision.compute / device.memory_bandwidth / ranks
+    collectives, keys = rank_collectives(shape, layout, cluster, precision)
     given = shape.per_row, shape.per_pair, moved, shape.trained_share, shape.trained > 0
     lines = list[tuple[Line, Line, Line]]()
     known = dict[tuple[float | bool, ...], tuple[Line, Line, Line]]()
@@ -267,8 +267,8 @@ def block_lines(
             pairs, between = Line(0.0, 0.0, quadratic / attention), Line(0.0, rest, 0.0)
             waited = exposed(collectives.per_row, products.per_row, tp) if overlap.tp else collectives.per_row
             moving = products.plus(collectives._replace(per_row=waited))
-            inside = pairs.plus(pairs, ATTENTION_BACKWARD - 1).plus(between, MOVED_BACKWARD)
-            step = moving.plus(pairs).plus(between)
+            inside = pairs.plus(pairs, ATTENTION_BACKWARD - 1).plus(between, MOVED_BACKWARD).plus(keys)
+            step = moving.plus(pairs).plus(between).plus(keys)
             repeated = recomputed if fed or trains else 0.0
             again = moving.plus(inside).plus(step, repeated) if fed else NOTHING
             own = Line(products.fixed, products.per_row * share, 0.0) if trains else NOTHING
@@ -295,29 +295,46 @@ def _measured_blocks(
     """
     tp = layout.tp
     known = max((n for n in measured if n <= tp), default=min(measured))
-    collectives = tp_collectives(shape, tp, cluster, precision)
+    collectives, keys = rank_collectives(shape, layout, cluster, precision)
     found: list[tuple[Line, ...]] = []
     for block in measured[known]:
-        forward, whole, into, own = (line.shared(tp / known) for line in block)
+        forward, whole, into, own = (line.shared(tp * layout.cp / known) for line in block)
         waited = exposed(collectives.per_row, forward.per_row, tp) if overlap.tp else collectives.per_row
-        moving = collectives._replace(per_row=waited)
+        moving = collectives._replace(per_row=waited).plus(keys)
         step = forward.plus(moving)
         if into != NOTHING:
             into, whole = (line.plus(moving).plus(step, recomputed) for line in (into, whole))
         elif own != NOTHING:
-            own, whole = (line.plus(step, recomputed) for line in (own, whole))
+            own, whole = (line.plus(keys).plus(step, recomputed) for line in (own, whole))
         found.append((step, into, own, whole))
     return tuple(map(list, zip(*found, strict=True)))
 
 
-def tp_collectives(shape: ModuleShape, tp: int, cluster: Cluster, precision: Precision) -> Line:
-    """Seconds of a block's collectives of tensor parallelism, in its forward or in its backward."""
-    cut = shape.row_parts[tp] > 1
-    kinds: tuple[CollectiveKind, ...] = ("all-gather", "reduce-scatter") if cut else ("all-reduce",)
-    sizes = (0.0, precision.compute * shape.width)
-    waits, seconds = (sum(cluster.collective(size, tp, kind=kind) for kind in kinds) for size in sizes)
+class RankCollectives(NamedTuple):
+    """Seconds of a block's collectives over the ranks of an instance, in its forward or in its backward."""
+
+    tp: Line
+    """Those of tensor parallelism."""
+    keys: Line
+    """All-gather of keys and values over context-parallel ranks, or reduce-scatter of their gradients."""
+
+
+def rank_collectives(
+    shape: ModuleShape, layout: ModuleLayout, cluster: Cluster, precision: Precision
+) -> RankCollectives:
+    """See there; lines are of the rows of an instance."""
+    tp, cp = layout.tp, layout.cp
+    kinds: tuple[CollectiveKind, ...] = ("all-gather", "reduce-scatter") if shape.row_parts[tp] > 1 else ("all-reduce",)
     times = TP_COLLECTIVES / len(kinds)
-    return Line(times * waits, times * (seconds - waits), 0.0)
+
+    def took(rows: int) -> tuple[float, float]:
+        size, keys = rows * precision.compute * shape.width / cp, rows * precision.compute * shape.context / tp
+        each = sum(cluster.collective(size, tp, kind=kind) for kind in kinds)
+        return times * each, cluster.collective(keys, cp, tp)
+
+    return RankCollectives(
+        *(Line(waits, seconds - waits, 0.0) for waits, seconds in zip(took(0), took(1), strict=True))
+    )
 
 
 def exposed(collectives: float, products: float, ranks: int) -> float:

@@ -39,7 +39,7 @@ from hetero_strategy.model.inputs import (
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.offload import HostMemory, SavedBlock, apply_offload
 from hetero_strategy.parallelize.recompute import Recompute, apply_recompute
-from hetero_strategy.planner.activations import FEATURES, Activations, BlockBytes, Head, HeadBytes, features
+from hetero_strategy.planner.activations import FEATURES, KEYS, Activations, BlockBytes, Head, HeadBytes, features
 from hetero_strategy.planner.layers import fed_by_trainable
 from hetero_strategy.profiling.allocations import Allocations
 from hetero_strategy.runtime import backward
@@ -135,10 +135,22 @@ class _Module:
             found = np.zeros((made.shape[1], len(FEATURES)))
             found[:, 0] = made[0] / given[0, 0]
             if len(packings) > 1:
-                self.of_attention[attention] = _fitted(given[1:, 1:], made[1:] - np.outer(given[1:, 0], found[:, 0]))
-            found[:, 1:] = self.of_attention.get(attention, 0.0)
+                self.of_attention[attention] = _fitted(
+                    given[1:, 1:KEYS], made[1:] - np.outer(given[1:, 0], found[:, 0])
+                )
+            found[:, 1:KEYS] = self.of_attention.get(attention, 0.0)
+            found[:, KEYS:] = self._in_context(flows, way)
             self.known[key] = found
         return self.known[key]
+
+    def _in_context(self, flows: bool, way: str) -> Float64[np.ndarray, "quantities context"]:
+        """What context parallelism adds, by what it does: keys and values that are seen are copies of those that are
+        gathered, and there are gradients of both. A mask is made of numbers.
+        """
+        found, width = np.zeros((9, len(FEATURES) - KEYS)), self.module.context_width
+        found[3:5] = [[width, width, 1], [2 * width * flows, width * flows, flows]]
+        found[0] = np.array([width, 0, 1]) * (flows and way == "kept")
+        return found * self.dtype.itemsize
 
     def _later(self, fqns: Sequence[str], way: str) -> tuple[float, float]:
         """How many bytes a row more a block keeps that is not the first of a stage: its input, where it needs it, less

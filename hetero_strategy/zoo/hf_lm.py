@@ -62,6 +62,7 @@ class HFCausalLM(HFAdapter, CausalLM):
         self.architecture = model_class.__name__
         self.config = self.model.config
         self.width = self.hidden_width = config.hidden_size
+        self.context_width = 2 * config.num_key_value_heads * config.head_dim
         self.vocab_size, self.head_rows = config.vocab_size, head_rows_of(config.vocab_size)
         self.checkpoint = checkpoint
         self.folder_ignored = ("*rotary_emb.inv_freq",)  # of old folders

@@ -58,6 +58,8 @@ def test_steps_that_are_simulated_alike_are_simulated_once(monkeypatch: pytest.M
         (range(5, 13), {"tp": 2, "dp_shard": 4}, 1, 1),
         (range(16), {"tp": 2, "dp_shard": 8}, 4, 1),
         (range(16), {"dp_shard": 8, "dp_replicate": 2}, 8, 1),
+        (range(5, 13), {"tp": 2, "dp_shard": 2, "cp": 2}, 1, 1),
+        (range(16), {"dp_shard": 2, "cp": 4, "dp_replicate": 2}, 8, 1),
         (range(16), {"dp_shard": 2, "dp_replicate": 8}, 2, 4),
         ((0, 1, 8, 9), {"pp": 2, "dp_shard": 2}, 2, 1),
         ((0, 8, 9, 10), {"dp_shard": 4}, 1, 1),
@@ -71,7 +73,7 @@ def test_groups_are_as_slow_as_the_links_of_the_node_that_has_fewest_of_them(
     two, mixed = cluster(16, 8), Cluster((*cluster(8).pools, *cluster(8).pools), cluster(16, 8).across)
     assert two.members(layout) == mixed.members(layout) == (shards, replicas)
     found = Evaluator(model(), two, [batch(16)]).place(Candidate(dict.fromkeys(("vision", "llm"), layout)))
-    (blocks, *_), shard = found.placement.layouts["llm"].split or (), layout.dp_shard
+    (blocks, *_), shard = found.placement.layouts["llm"].split or (), layout.shards
     near, far = two.pools[0].within, two.across
     links = near if shards == shard else Links(far.latency, min(near.bandwidth, shards * far.bandwidth))
     size = 2 * 12 * 512**2 / layout.tp * (shard - 1) / shard

@@ -15,11 +15,21 @@ from hypothesis import strategies as st
 
 from benchmarks.common import ragged_step
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.model.context import in_context
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
 from hetero_strategy.parallelize.offload import Offload
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.step_plan import StepMetadata
-from hetero_strategy.planner.activations import Activations, BlockBytes, Head, HeadBytes, features
+from hetero_strategy.planner.activations import (
+    FEATURES,
+    KEYS,
+    Activations,
+    BlockBytes,
+    Head,
+    HeadBytes,
+    features,
+    features_in_context,
+)
 from hetero_strategy.planner.cluster import Cluster, Device, NodePool
 from hetero_strategy.planner.context import ROW_ALIGNMENT
 from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
@@ -54,14 +64,14 @@ def module(blocks: int, *, samplewise: bool) -> ModuleShape:
 
 
 def bytes_of(blocks: int) -> BlockBytes:
-    rows = np.zeros((5, blocks, 4))
+    rows = np.zeros((5, blocks, len(FEATURES)))
     rows[:, :, 0] = np.array([INSIDE, BETWEEN, WHOLE, PEAK, 2 * PEAK])[:, None]
     return BlockBytes(rows[:3], 0.0, rows[3], rows[4], 1.5 * rows[:3].sum(axis=0))
 
 
 def activations(blocks: int) -> Activations:
-    none = BlockBytes(np.zeros((3, blocks, 4)), 4.0 * WIDTH, bytes_of(blocks).forward, bytes_of(blocks).backward,
-                      np.zeros((blocks, 4)))  # fmt: skip
+    zeros, made = np.zeros((3, blocks, len(FEATURES))), bytes_of(blocks)
+    none = BlockBytes(zeros, 4.0 * WIDTH, made.forward, made.backward, zeros[0])
     return Activations({"kept": bytes_of(blocks), "all": none}, 4.0 * WIDTH, None, 0.0)
 
 
@@ -230,7 +240,7 @@ def test_a_stage_recomputed_whole_keeps_nothing_until_a_backward_that_needs_what
     head = Head(5, HeadBytes(7.0, 7.0), HeadBytes(70.0, 70.0), HeadBytes(1e5, 1e5))
     layout = ModuleLayout((0,)).resolved("llm")
     sizes = stage_bytes(TEXT.modules["llm"], layout, 0, 4, True, FP32)
-    rows, labelled = np.array([[[10.0, 0, 0, 0]]]), np.array([[9]])
+    rows, labelled = 10 * np.eye(1, len(FEATURES))[None], np.array([[9]])
     plain, whole = (
         stage_needs(replace(activations(4), head=head), layout, 1, how, sizes, (0, 4), rows, labelled)
         for how in (None, Recompute(whole=True))
@@ -243,9 +253,9 @@ def test_a_stage_recomputed_whole_keeps_nothing_until_a_backward_that_needs_what
 
 def test_frozen_blocks_need_their_rows_which_none_keeps() -> None:
     """The first block's came from another stage, or it makes them itself."""
-    layout, none = ModuleLayout((0,)).resolved("llm"), np.zeros((4, 4))
-    frozen = BlockBytes(np.zeros((3, 4, 4)), 0.0, bytes_of(4).forward, none, none)
-    of, rows = Activations({"kept": frozen}, 4.0 * WIDTH, None, 0.0), np.array([[[10.0, 0, 0, 0]]])
+    layout, none = ModuleLayout((0,)).resolved("llm"), np.zeros((4, len(FEATURES)))
+    frozen = BlockBytes(np.zeros((3, *none.shape)), 0.0, bytes_of(4).forward, none, none)
+    of, rows = Activations({"kept": frozen}, 4.0 * WIDTH, None, 0.0), 10 * np.eye(1, len(FEATURES))[None]
     for blocks, between in (((1, 2), 0), ((1, 3), 4 * WIDTH)):
         sizes = stage_bytes(TEXT.modules["llm"], layout, *blocks, True, FP32)
         assert stage_needs(of, layout, 1, None, sizes, blocks, rows, None).forward == 10 * (PEAK + between)
@@ -264,6 +274,36 @@ def test_tensor_parallelism_divides_what_is_inside_its_columns() -> None:
     assert parts.kept[:, 0, 0].tolist() == [INSIDE / 2, BETWEEN / 2, WHOLE]
 
 
+def test_context_parallelism_divides_rows_but_not_keys_and_shards_parameters() -> None:
+    made, of = bytes_of(4), activations(4)
+    made.kept[0, :, KEYS], made.forward[:, KEYS] = 5.0, 5.0
+    known = {"llm": replace(of, blocks={"kept": made})}
+    alone = memory(Candidate({"llm": ModuleLayout((0,))}, 1), equal(1, 40), of=known)
+    for reshard in ("never", "always"):  # as of shards
+        layouts = ({"llm": ModuleLayout((0, 1), **degrees)} for degrees in ({"cp": 2}, {"dp_shard": 2}))
+        both, shards = (
+            memory(Candidate(x, 1, reshard_after_forward=reshard), equal(n, 40), of=known)
+            for x, n in zip(layouts, (1, 2), strict=True)
+        )
+        for kind in ("masters", "optimizer"):
+            assert of_kind(both, kind) == of_kind(shards, kind) == [x / 2 for x in of_kind(alone, kind) * 2]
+        others = 30  # before chunks of 10 rows there are 0 and 30 on one rank, 10 and 20 on the other
+        kept = 4 * (20 * (INSIDE + BETWEEN + WHOLE) + others * 5.0)
+        assert [x.device for x in both.kept()] == [kept] and shards.kept() == alone.kept()
+
+
+def test_keys_of_others_are_those_of_sequences_that_begin_before_a_chunk() -> None:
+    """Against what ranks are given."""
+    for lengths, cp in (((40,), 2), ((12,), 3), ((5, 9, 2, 16), 2), ((8, 8, 8, 8), 2), ((7, 0, 1), 1), ((3, 21), 4)):
+        packing = Packing.of(np.array(lengths))
+        ids = torch.zeros(packing.rows, dtype=torch.int64)
+        inputs = SequenceInputs(ids, ids, packing)
+        contexts = [in_context(inputs, part, cp).packing.context for part in range(cp)]
+        seen = max(sum(map(len, context.keys)) for context in contexts if context is not None)
+        own, *_, keys, total, pairs = features_in_context(np.array(lengths), cp, masked=True)
+        assert (own, own + keys, total, pairs) == (sum(lengths) / cp, seen, sum(lengths), own * seen / 2)
+
+
 def test_communicators_and_margin_are_reserved() -> None:
     candidate = Candidate({"llm": ModuleLayout((0, 1), pp=2)}, 2)
     allocator = Allocator(margin=0.1, communicator=1000, buckets=False)
@@ -275,7 +315,8 @@ def test_communicators_and_margin_are_reserved() -> None:
 def candidates(draw: Any) -> Candidate:
     layouts = {}
     for name in ("vision", "llm"):
-        degrees = draw(st.sampled_from([{}, {"pp": 2}, {"tp": 2}, {"dp_replicate": 2}, {"pp": 2, "vpp": 2}]))
+        ways: list[dict[str, int]] = [{}, {"pp": 2}, {"tp": 2}, {"dp_replicate": 2}, {"pp": 2, "vpp": 2}]
+        degrees = draw(st.sampled_from(ways + [{"cp": 2}] * (name == "llm")))
         shard = draw(st.sampled_from([1, 2]))
         count = shard * int(np.prod([v for k, v in degrees.items() if k != "vpp"]))
         first = draw(st.integers(0, 4 - count))

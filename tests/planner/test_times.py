@@ -36,7 +36,7 @@ def shape(trained: tuple[bool, ...] = (True, True), **changes: Any) -> ModuleSha
 def times(
     shape: ModuleShape, ranks: int = 1, split: tuple[int, ...] = (2,), fed: bool = True, **options: Any
 ) -> list[StageTimes]:
-    degrees = {name: options.pop(name) for name in ("tp", "pp", "dp_replicate") if name in options}
+    degrees = {name: options.pop(name) for name in ("tp", "pp", "cp", "dp_replicate") if name in options}
     layout = ModuleLayout(ranks, split=split, **degrees).resolved()
     return module_times(shape, layout, CLUSTER, fed=fed, **options)
 
@@ -116,6 +116,25 @@ def test_tensor_parallel_ranks_share_work_and_exchange_rows() -> None:
     assert beside.forward.fixed == stage.forward.fixed
     assert beside.forward.per_row == pytest.approx(2 * ((MATMUL + MOVED) / 2 + exposed(4 * bytes_, MATMUL / 2, 2)))
     assert beside.forward.per_row < stage.forward.per_row
+
+
+def test_context_parallel_ranks_share_rows_and_gather_keys_of_all() -> None:
+    """Over the links between them, forward, and backward their gradients; a forward that runs again gathers again."""
+    keys = Line(1.0, 3 * 2 / 2 / 32.0, 0.0)  # half of 3 numbers of 2 bytes, from a rank of the other node
+    (alone,), (stage,) = times(shape(), 2, tp=2), times(shape(context=6), 4, tp=2, cp=2)
+    rows = Line(LAUNCH + 4 * 0.5, alone.forward.per_row / 2 / 2, ATTENTION / 4)
+    assert stage.forward == pytest.approx(rows.plus(keys).plus(rows).plus(keys))
+    assert stage.backward.per_row == pytest.approx(alone.backward.per_row / 2 + 2 * keys.per_row)
+    (again,) = times(shape(context=6), 4, tp=2, cp=2, recomputed=1.0)
+    assert again.input == pytest.approx(stage.input.plus(stage.forward))
+    (first,) = times(shape(context=6), 2, cp=2, fed=False)
+    assert first.backward.fixed == pytest.approx(3 * LAUNCH + 2 * 0.5), "inside a block the first one's do, too"
+
+
+def test_context_parallel_ranks_are_shards() -> None:
+    for once in (True, False):
+        of = [times(shape(), 4, once=once, **degrees)[0] for degrees in ({}, {"cp": 2}, {"cp": 4})]
+        assert len({(x.gather, x.reduce, x.after) for x in of}) == 1
 
 
 def test_collectives_in_pieces_wait_for_one_of_them_at_least() -> None:
