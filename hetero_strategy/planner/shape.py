@@ -103,8 +103,8 @@ class ModuleShape:
         """Numbers per row that autograd keeps on the device for the backward of all blocks.
 
         :data:`KEPT` times the width in a block with flash attention (Korthikanti et al., arXiv:2205.05198, section 4.1:
-        34 bytes where numbers have 2), the block's input alone where it is recomputed, with what matmuls and attention make of
-        it (3 + 1 + 1 + 4 + 1) where that is kept. Of blocks in host memory one is on its way.
+        34 bytes where numbers have 2), the block's input alone where it is recomputed, with what matmuls and attention
+        make of it (3 + 1 + 1 + 4 + 1) where that is kept. Of blocks in host memory one is on its way.
         """
         kept, number = np.full(self.blocks, KEPT), np.arange(self.blocks)
         if recompute is not None and not recompute.whole:
@@ -188,7 +188,7 @@ def _module(module: Adapter) -> ModuleShape:
         tied=tied,
         twice=(stored.sum(axis=0) - whole) * tied,
         tp_compiles=module.tp_compiles,
-        context=module.context_width,
+        context=module.context_width * module.context_parallel,
     )
 
 

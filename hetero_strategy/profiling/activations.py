@@ -149,7 +149,7 @@ class _Module:
         """
         found, width = np.zeros((9, len(FEATURES) - KEYS)), self.module.context_width
         found[3:5] = [[width, width, 1], [2 * width * flows, width * flows, flows]]
-        found[0] = np.array([width, 0, 1]) * (flows and way == "kept")
+        found[0, 0], found[2, 2] = np.array([width, 1]) * (flows and way == "kept")
         return found * self.dtype.itemsize
 
     def _later(self, fqns: Sequence[str], way: str) -> tuple[float, float]:
