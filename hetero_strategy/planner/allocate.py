@@ -47,6 +47,8 @@ class Choice(NamedTuple):
     """Whether the language model has several pipeline ranks."""
     recomputed: int
     """Whether it keeps no activations, because they would not fit."""
+    cp: int = 1
+    """Its context-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class _Way(NamedTuple):
     microbatches: int
     pipelined: bool
     recomputed: int
+    cp: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,23 +218,26 @@ def _language_model(
     estimates: Estimates, name: str, tp: Sequence[int], dp: Sequence[int], microbatches: Mapping[int, Sequence[int]]
 ) -> _LanguageModel:
     blocks, ways, rows = estimates.blocks(name), [], []
-    for degree, instances in product(tp, dp):
-        needed, one = estimates.least_ranks(name, instances), degree * instances
+    for degree, cp, instances in product(tp, estimates.contexts(name), dp):
+        plain = Degrees(degree, 1, 1, instances, cp=cp)
+        if estimates.cluster.ranks_per_node % (degree * cp) or not estimates.worth(name, plain):
+            continue
+        needed, one = estimates.least_ranks(name, plain.shards), plain.ranks
         for count in microbatches[instances]:
-            given = estimates.fitting(name, Degrees(degree, 1, 1, instances), count)
+            given = estimates.fitting(name, plain, count)
             if given is None:
                 continue
-            alone = estimates.work(name, degree, given.recomputed).total
-            first = alone / (instances * count)
+            alone = estimates.work(name, degree, given.recomputed, cp).total
+            first, work = alone / (instances * count), degree * cp * alone
             room = 1 - estimates.activations(name, given, count) / estimates.memory
             if blocks > 1:
-                waits = estimates.synchronized_ranks(name, degree, instances, count)
-                ways.append(_Way(degree, instances, count, True, given.recomputed))
-                rows.append((count, degree * alone, first, waits, 2 * one, needed / room, room, one * blocks))
+                waits = estimates.synchronized_ranks(name, given, count)
+                ways.append(_Way(degree, instances, count, True, given.recomputed, cp))
+                rows.append((count, work, first, waits, 2 * one, needed / room, room, one * blocks))
             if estimates.bytes(name, given, count) <= estimates.memory:
-                ways.append(_Way(degree, instances, count, False, given.recomputed))
+                ways.append(_Way(degree, instances, count, False, given.recomputed, cp))
                 more = estimates.synchronized(name, given, count)
-                rows.append((count, degree * alone, first + more, 0.0, one, 0.0, 1.0, one))
+                rows.append((count, work, first + more, 0.0, one, 0.0, 1.0, one))
     return _LanguageModel(ways, *np.array(rows, np.float64).reshape(-1, 8).T)
 
 

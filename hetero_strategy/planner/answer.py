@@ -39,7 +39,7 @@ class Ranked:
     @cached_property
     def lies(self) -> Hashable:
         """Ranks, tensor and pipeline parallelism of all modules."""
-        return tuple((x.ranks[0], x.ranks[-1], x.tp, x.pp) for x in self.candidate.layouts.values())
+        return tuple((x.ranks[0], x.ranks[-1], x.tp, x.cp, x.pp) for x in self.candidate.layouts.values())
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.partition import split
 from hetero_strategy.planner.shape import KEPT, ModelShape, ModuleShape
-from hetero_strategy.planner.space import Degrees
+from hetero_strategy.planner.space import Degrees, contexts
 from hetero_strategy.planner.times import ModuleSeconds, Precision, module_times, synchronization
 
 EVERY = (1, 2, 3, 4)
@@ -258,6 +258,20 @@ class Estimates:
                 return given
         return None
 
+    def contexts(self, module: str) -> list[int]:
+        """Degrees of context parallelism to try."""
+        return contexts(self.cluster.ranks_per_node) if self._shape.modules[module].context else [1]
+
+    def worth(self, module: str, degrees: Degrees) -> bool:
+        """Whether its context parallelism may be worth it: with half as many of such ranks and twice as many instances
+        some would have no sample, or one has none that fits into memory, even if all blocks run again.
+        """
+        if degrees.cp == 1:
+            return True
+        half = degrees._replace(cp=degrees.cp // 2, dp_shard=2 * degrees.dp_shard, recomputed=1)
+        samples = min(len(batch.samples) for batch in self._batches)
+        return half.dp > samples or self.activations(module, half, samples // half.dp) > self.memory
+
     def blocks(self, module: str) -> int:
         """Most stages that a module can be cut into."""
         return self._shape.modules[module].most_stages
@@ -276,9 +290,10 @@ class Estimates:
             held = instances * min(self.holds(parameters, trained, way) for way in ways)
         return held / self.memory
 
-    def synchronized_ranks(self, module: str, tp: int, instances: int, microbatches: int) -> float:
-        """:meth:`synchronized` times ranks, of a pipelined module whose instances are all shards."""
-        return self.synchronized(module, Degrees(tp, 2, 1, instances), microbatches) * 2 * tp * instances
+    def synchronized_ranks(self, module: str, degrees: Degrees, microbatches: int) -> float:
+        """:meth:`synchronized` times ranks, if it is pipelined."""
+        piped = degrees._replace(pp=2)
+        return self.synchronized(module, piped, microbatches) * piped.ranks
 
 
 class _Sizes(NamedTuple):

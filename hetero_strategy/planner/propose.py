@@ -76,7 +76,7 @@ class Proposal(NamedTuple):
     def lies(self) -> Hashable:
         """Ranks, tensor and pipeline parallelism of all modules."""
         spans = tuple((ranks[0], ranks[-1]) for ranks in self.ranks)
-        return self.partition, spans, tuple((d.tp, d.pp) for d in self.degrees.values()), self.chain is not None
+        return self.partition, spans, tuple((d.tp, d.cp, d.pp) for d in self.degrees.values()), self.chain is not None
 
     @property
     def candidate(self) -> Candidate:
@@ -211,7 +211,9 @@ class Proposer:
     def _proposed(
         self, partition: Partition, ranks: tuple[Sequence[int], ...], chosen: Mapping[str, Degrees], microbatches: int
     ) -> Proposal | None:
-        placed = on_nodes(self._cluster, ranks, [lcm(*(chosen[name].tp for name in group)) for group in partition])
+        placed = on_nodes(
+            self._cluster, ranks, [lcm(*(chosen[name].neighbours for name in group)) for group in partition]
+        )
         if placed is None:
             return None
         fitting: dict[str, Degrees] = {}
@@ -240,7 +242,7 @@ class Proposer:
             return 0.0
         bubbles = e.through(self._language_model, pipeline, microbatches) * (1 - 1 / pipeline.pp)
         others = (name for name in group if name not in self._shape.samplewise)
-        return min(bubbles, sum(busy[name] for name in others if group[name].tp <= pipeline.tp * pipeline.dp))
+        return min(bubbles, sum(busy[name] for name in others if group[name].tp <= pipeline.neighbours * pipeline.dp))
 
     def _recomputed(self, e: Estimates, group: dict[str, Degrees], microbatches: int) -> dict[str, Degrees] | None:
         """Recompute those modules that share ranks until they fit for which it takes least; None: not even all do, or a
@@ -279,7 +281,8 @@ class Proposer:
 
     def _degrees(self, name: str, ranks: int, ranks_per_node: int) -> list[Degrees]:
         most = max(self._samples, self._units[name])  # as many as the language model may have, of which some may idle
-        return degrees(self._shape.modules[name], ranks, ranks_per_node, most, self._thorough)
+        found = degrees(self._shape.modules[name], ranks, ranks_per_node, most, self._thorough)
+        return [way for way in found if self._estimates.worth(name, way)]
 
     def _allocated(self) -> Iterator[Proposal]:
         allows = self._estimates.given.allows
@@ -342,11 +345,12 @@ class Proposer:
         """
         choice, name = allocation.choice, self._language_model
         home = next(g for g, group in enumerate(choice.partition) if name in group)
-        one = choice.tp[name] * choice.dp
+        of = {m: tp * (choice.cp if m == name else 1) for m, tp in choice.tp.items()}
+        one = of[name] * choice.dp
         most = self._estimates.blocks(name)
         wanted = allocation.ranks[home] / one
-        tp = [max(choice.tp[m] for m in group) for group in choice.partition]
-        parts = [lcm(*(choice.tp[m] for m in group)) for group in choice.partition]
+        tp = [max(of[m] for m in group) for group in choice.partition]
+        parts = [lcm(*(of[m] for m in group)) for group in choice.partition]
         nodes = [lcm(n, self._cluster.of(w).ranks_per_node) for n, w in zip(parts, choice.where, strict=True)]
         for pp, grain in product(sorted({floor(wanted), ceil(wanted)}), (parts, nodes)):
             if not 1 <= pp <= most or pp * one > self._ranks:
@@ -358,19 +362,21 @@ class Proposer:
             chosen = {}
             for group, given in zip(choice.partition, ranks, strict=True):
                 for module in group:
-                    degree = choice.tp[module], pp if module == name else 1
-                    found = self._soonest(module, *degree, given, choice.microbatches)
+                    pipeline, cp = (pp, choice.cp) if module == name else (1, 1)
+                    asked = Degrees(choice.tp[module], pipeline, 1, 1, cp=cp)
+                    found = self._soonest(module, asked, given, choice.microbatches)
                     if found is not None:
                         chosen[module] = found
             if len(chosen) == len(choice.tp):
                 yield ranks, chosen
 
-    def _soonest(self, module: str, tp: int, pp: int, ranks: range, microbatches: int) -> Degrees | None:
-        """That which communicates least, of those that fit into memory."""
-        dp, e = len(ranks) // (tp * pp), self._estimates.on(ranks)
-        if len(ranks) % (tp * pp) or e.cluster.ranks_per_node % tp:
+    def _soonest(self, module: str, one: Degrees, ranks: range, microbatches: int) -> Degrees | None:
+        """That which communicates least, of those that fit into memory: as many of one instance as there are ranks."""
+        dp, e = len(ranks) // one.ranks, self._estimates.on(ranks)
+        if len(ranks) % one.ranks or e.cluster.ranks_per_node % one.neighbours:
             return None
-        ways = [Degrees(tp, pp, dp // n, n) for n in shards(dp, max(1, e.cluster.ranks_per_node // tp))]
+        near = shards(dp, max(1, e.cluster.ranks_per_node // one.neighbours))
+        ways = [one._replace(dp_replicate=dp // n, dp_shard=n) for n in near]
         fits = [d for d in ways if e.held(module, d) < e.memory]
         return min(fits, key=lambda d: e.synchronized(module, d, microbatches), default=None)
 

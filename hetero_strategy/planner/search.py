@@ -104,7 +104,7 @@ class Planner:
         )  # fmt: skip
         self.estimates = Estimates(shape, cluster, batches, given=allowed.given, **given)
         self.balance = balance
-        self.variants = Variants(self.evaluator, allowed, self._fits, microbatches)
+        self.variants = Variants(self.evaluator, allowed, self._fits, microbatches, self.estimates.worth)
         self._simulations = simulations
         self._tie = ON_SHARED_CORES if self.evaluator.cluster.shares_cores else Answer.tie
         self.proposer = Proposer(shape, self.estimates, batches, microbatches, balance)
@@ -247,7 +247,7 @@ class Planner:
         cluster, given = self.evaluator.cluster, self.estimates.given
         needed = np.zeros(cluster.ranks)
         for name, layout in candidate.layouts.items():
-            if not cluster.within_nodes(layout.ranks, layout.tp):
+            if not cluster.within_nodes(layout.ranks, layout.tp * layout.cp):
                 return False
             again = candidate.recompute.get(name)
             if not given.allows(name, layout.tp, int(again is not None and not given.recompute)):

@@ -37,7 +37,12 @@ class Degrees(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.cp * self.pp * self.dp
+        return self.neighbours * self.pp * self.dp
+
+    @property
+    def neighbours(self) -> int:
+        """Ranks that lie on one node: those of an instance on a stage."""
+        return self.tp * self.cp
 
     @property
     def shards(self) -> int:
@@ -110,14 +115,24 @@ def degrees(
 ) -> list[Degrees]:
     """All ways in which a module can lie on so many ranks.
 
-    Tensor parallelism stays within nodes. Instances are all replicas, all shards, or shards within a node that are
-    replicated over nodes.
+    Tensor and context parallelism stay within nodes. Instances are all replicas, all shards, or shards within a node
+    that are replicated over nodes.
 
     Args:
         most_instances: of which it may have.
         mixed: all other mixtures of replicas and shards, too.
     """
-    return [*ways(module.tp, module.most_stages, ranks, ranks_per_node, most_instances, mixed)]
+    given = module.most_stages, ranks, ranks_per_node, most_instances, mixed
+    return [
+        way._replace(tp=way.tp // cp, cp=cp)
+        for cp in (contexts(ranks_per_node) if module.context else [1])
+        for way in ways([tp * cp for tp in module.tp], *given)
+    ]
+
+
+def contexts(ranks_per_node: int) -> list[int]:
+    """Degrees of context parallelism that may be tried."""
+    return [2**n for n in range(ranks_per_node.bit_length())]
 
 
 def ways(

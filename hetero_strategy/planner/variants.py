@@ -16,7 +16,7 @@ from hetero_strategy.planner.evaluate import Candidate, Evaluator, Placed
 from hetero_strategy.planner.every import FEW
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.shape import ModelShape
-from hetero_strategy.planner.space import degrees, divisors, one_after_another
+from hetero_strategy.planner.space import Degrees, degrees, divisors, one_after_another
 from hetero_strategy.schedule.config import ScheduleConfig
 
 
@@ -68,6 +68,7 @@ class Variants:
         allowed: what may be asked of the strategy besides schedules.
         fits: whether there is memory for a candidate.
         microbatches: as many as are asked for; None: any.
+        worth: whether context parallelism of a module may be.
     """
 
     def __init__(
@@ -76,10 +77,11 @@ class Variants:
         allowed: Allowed,
         fits: Callable[[Candidate], bool] = lambda _: True,
         microbatches: int | None = None,
+        worth: Callable[[str, Degrees], bool] = lambda _, way: way.cp == 1,
     ) -> None:
         samples = min(len(batch.samples) for batch in evaluator.batches)
         self._counts = range(1, samples + 1) if microbatches is None else range(microbatches, microbatches + 1)
-        self._evaluator, self._allowed, self._fits = evaluator, allowed, fits
+        self._evaluator, self._allowed, self._fits, self._worth = evaluator, allowed, fits, worth
         modules, fed = evaluator.shape.modules, {target for _, target in evaluator.shape.edges}
         self._blocks = {name: module.blocks if module.has_blocks else 1 for name, module in modules.items()}
         self._tied = {name: module.tied for name, module in modules.items()}
@@ -219,14 +221,14 @@ class Variants:
         return [*filter(self._fits, ways)]
 
     def laid_out(self, candidate: Candidate) -> list[Candidate]:
-        """With other degrees of tensor and pipeline parallelism of one module on its ranks, where each has its own."""
+        """With one module in another number of tensor, context and pipeline ranks, where each has its own."""
         layouts, ways = candidate.layouts, []
         if any(moved(self._evaluator.shape, layouts)):
             return []
         for name in (n for n, layout in layouts.items() if layout.vpp == 1):
             layout, module = layouts[name], self._evaluator.shape.modules[name]
             for way in degrees(module, len(layout.ranks), self._evaluator.cluster.on(layout.ranks).ranks_per_node, inf):
-                if (way.tp, way.pp) != (layout.tp, layout.pp):
+                if (way.tp, way.cp, way.pp) != (layout.tp, layout.cp, layout.pp) and self._worth(name, way):
                     others = {**layouts, name: way.layout(layout.ranks)}
                     piped = any(x.pp > 1 for x in others.values()) and all(x.vpp == 1 for x in others.values())
                     schedule = "zb_h1" if piped and candidate.schedule == "auto" else candidate.schedule

@@ -39,7 +39,7 @@ def test_a_grid_finds_nothing_better() -> None:
                 continue
             if choice.pipelined:
                 m = min(m, llm * 16.0)
-                own = made.synchronized_ranks("llm", choice.tp["llm"], choice.dp, k) / m
+                own = made.synchronized_ranks("llm", Degrees(choice.tp["llm"], 1, 1, choice.dp), k) / m
             else:
                 own = made.synchronized("llm", Degrees(choice.tp["llm"], 1, 1, choice.dp), choice.microbatches)
             pace = max(vision * work["vision"] / n, choice.tp["llm"] * work["llm"] / m)
