@@ -8,8 +8,11 @@ from dataclasses import replace
 import numpy as np
 from jaxtyping import Float64
 
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.plan.ahead import computing
 from hetero_strategy.planner.action_seconds import ActionSeconds
 from hetero_strategy.planner.evaluate import Evaluator, Step
+from hetero_strategy.planner.times import rank_collectives
 from hetero_strategy.schedule.action import Action
 from hetero_strategy.simulator.bubbles import Collective
 
@@ -19,7 +22,7 @@ class ExposedCollectives:
 
     They are what an action takes longer than it would on links without latency and of any bandwidth, so that what runs
     beside compute does not count. UNSHARD and REDUCE are such waits as a whole. A backward that gathers and reduces in
-    every microbatch waits for both in proportion to what they take.
+    every microbatch waits for both in proportion to what they take, and so do ranks of tensor and context parallelism.
     """
 
     def __init__(self, evaluator: Evaluator, step: Step) -> None:
@@ -27,6 +30,11 @@ class ExposedCollectives:
         unlinked = placed.unlinked or evaluator.unlinked(placed.candidate)
         whole_weights = {node: replace(times, once=True) for node, times in placed.times.items()}
         self._times = placed.times
+        self._keys = {
+            name: _share_of_keys(evaluator, name, layout)
+            for name, layout in placed.placement.layouts.items()
+            if layout.cp > 1
+        }
         self._seconds = ActionSeconds(plan, placed)
         self._with_whole_weights = ActionSeconds(plan, replace(placed, times=whole_weights))
         self._without_links = ActionSeconds(plan, replace(placed, times=unlinked))
@@ -39,8 +47,18 @@ class ExposedCollectives:
         whole = self._with_whole_weights(action)
         data, reduce = seconds - whole, 0.0 if action.kind == "F" else times.reduce
         gathers = times.gather / (times.gather + reduce) if times.gather + reduce else 0.0
-        return {
+        rows, keys = whole - self._without_links(action), self._keys.get(computing(action.node.module))
+        found: dict[Collective, Float64[np.ndarray, "instances"]] = {
             "all-gather": gathers * data,
             "reduce-scatter": (1.0 - gathers) * data,
-            "tensor parallel": whole - self._without_links(action),
+            "tensor parallel": rows * (1.0 - (keys or 0.0)),
         }
+        return found if keys is None else found | {"context parallel": rows * keys}
+
+
+def _share_of_keys(evaluator: Evaluator, name: str, layout: ModuleLayout) -> float:
+    """Of a module's collectives over the ranks of an instance, what context parallelism has."""
+    cluster = evaluator.cluster.on(layout.ranks)
+    of = rank_collectives(evaluator.shape.modules[name], layout, cluster, evaluator.precision)
+    rows, keys = (line.fixed + line.per_row for line in of)
+    return keys / (rows + keys) if rows + keys else 0.0

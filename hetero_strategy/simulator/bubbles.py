@@ -12,8 +12,10 @@ from jaxtyping import Float64
 from hetero_strategy.schedule.action import Action
 from hetero_strategy.simulator.result import Simulation
 
-Collective = Literal["all-gather", "reduce-scatter", "tensor parallel"]
-"""What a rank waits for inside an action: parameters, sums of gradients, rows of the ranks that share its matmuls."""
+Collective = Literal["all-gather", "reduce-scatter", "tensor parallel", "context parallel"]
+"""What a rank waits for inside an action: parameters, sums of gradients, rows of the ranks that share its matmuls, keys
+and values of those that share its sequences.
+"""
 InActions = Callable[[Action], Mapping[Collective, Float64[np.ndarray, "instances"]]]
 """Gives the seconds of an action, on every instance, in which its ranks wait for collectives."""
 
@@ -65,6 +67,7 @@ def inside_actions(simulation: Simulation, waits: InActions) -> dict[Collective,
     found: dict[Collective, float] = {"all-gather": 0.0, "reduce-scatter": 0.0, "tensor parallel": 0.0}
     for action in simulation.start.keys() - simulation.beside:
         for collective, seconds in waits(action).items():
+            found.setdefault(collective, 0.0)
             found[collective] += float(seconds.sum()) * stages[action.node].grid.shape[1] / len(simulation.ranks)
     found["tensor parallel"] -= float(simulation.used.mean())
     return found

@@ -33,6 +33,20 @@ def test_parameters_take_the_bytes_of_the_memory_model(module: str, shards: int,
     assert estimates.held(module, degrees) == pytest.approx(expected)
 
 
+def test_context_parallel_ranks_hold_what_shards_do_and_keep_a_part_of_the_rows_but_all_keys() -> None:
+    made = model()
+    llm = replace(made.modules["llm"], context=1024)
+    estimates = Estimates(replace(made, modules={**made.modules, "llm": llm}), cluster(4), [batch(4)], MIXED)
+    alone, shards, both = (Degrees(1, 1, 1, *of) for of in ((1,), (2,), (1, 0, False, 2)))
+    for whole in (False, True):
+        held = [estimates.held("llm", way._replace(whole=whole)) for way in (shards, both)]
+        assert held[0] == held[1] < estimates.held("llm", alone)
+    kept = [estimates.activations("llm", way, 1) for way in (alone, both)]
+    keys = 1024 / (17 * llm.width)
+    assert kept[1] == pytest.approx(kept[0] * (1 + keys) / 2)
+    assert not estimates.worth("llm", both) and estimates.worth("llm", both._replace(dp_shard=4))
+
+
 def test_frozen_replicas_of_a_pipeline_need_the_ranks_that_hold_each_once() -> None:
     shape = model(frozen=True)
     module = replace(shape.modules["llm"], trained=shape.modules["llm"].trained * 0)

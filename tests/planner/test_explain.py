@@ -34,9 +34,9 @@ def ring(size: float, collectives: int = 1) -> float:
     return collectives * LATENCY + size / 2 / BANDWIDTH
 
 
-def waits(candidate: Candidate, overlap: Overlap = SEPARATE) -> dict[Kind, dict[str, float]]:
+def waits(candidate: Candidate, overlap: Overlap = SEPARATE, context: int = 0) -> dict[Kind, dict[str, float]]:
     """Kind of action -> collective -> seconds, of a language model with a sample of 8 rows for each instance."""
-    shape = ModelShape({"llm": module(BLOCKS, WIDTH, samplewise=True)}, ())
+    shape = ModelShape({"llm": replace(module(BLOCKS, WIDTH, samplewise=True), context=context)}, ())
     tokens = np.full(candidate.layouts["llm"].resolved().dp, ROWS)
     data = StepMetadata(0, 0, np.arange(len(tokens)), tokens, tokens - 1, {})
     evaluator = Evaluator(shape, cluster(2), [data], overlap=overlap)
@@ -60,6 +60,14 @@ def test_rows_of_tensor_parallel_ranks_are_waited_for_in_forward_backward_and_wh
     assert not any(seconds[name] for seconds in found.values() for name in seconds if name != "tensor parallel")
     beside = waits(Candidate(layouts, recompute=recompute), Overlap(tp=True))
     assert 0 < beside["F"]["tensor parallel"] < found["F"]["tensor parallel"]
+
+
+def test_keys_of_context_parallel_ranks_are_waited_for_as_rows_of_tensor_parallel_ones() -> None:
+    found = waits(Candidate({"llm": ModuleLayout(2, cp=2)}, reshard_after_forward="never"), context=6)
+    of_block = ring(2 * ROWS * 6)
+    assert found["F"]["context parallel"] == pytest.approx(BLOCKS * of_block)
+    assert found["B"]["context parallel"] == pytest.approx(BLOCKS * of_block), "the first block's, too"
+    assert not any(found[kind]["tensor parallel"] for kind in ("F", "B"))
 
 
 def test_parameters_and_gradients_are_waited_for_once() -> None:

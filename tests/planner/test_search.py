@@ -16,7 +16,7 @@ from hetero_strategy.errors import ConfigError, LayoutError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.config import BalanceConfig
-from hetero_strategy.plan.step_plan import StepItems, UnitRuns
+from hetero_strategy.plan.step_plan import StepItems, StepMetadata, UnitRuns
 from hetero_strategy.planner.answer import Answer, Ranked, is_homogeneous
 from hetero_strategy.planner.chain import moved
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
@@ -350,6 +350,23 @@ def test_some_of_every_kind_are_simulated_however_they_are_estimated() -> None:
     assert sum(p.homogeneous for p in chosen) == 2
     assert {p.partition for p in chosen} == {p.partition for p in last}
     assert any(p.chain for p in chosen) == any(p.chain for p in last)
+
+
+@pytest.mark.parametrize("ranks", [8, 32])
+def test_few_long_samples_are_shared_by_context_parallel_ranks_of_a_node(ranks: int) -> None:
+    """Which exchange less than as many tensor-parallel ones; with more samples there are more instances instead."""
+    llm = replace(module(4, 512, samplewise=True, tp=(1, 2, 4, 8)), context=256)
+    shape, given = ModelShape({"llm": llm}, ()), cluster(ranks, 8)
+    found = {}
+    for samples in (ranks // 8, ranks):
+        tokens = np.full(samples, 8192)
+        data = StepMetadata(0, 0, np.arange(samples), tokens, tokens // 2, {})
+        made = Planner(shape, given, [data], balance=PLAIN, simulations=2)
+        layouts = [p.candidate.layouts["llm"] for p in made.proposer.proposals()]
+        assert all(8 % (x.tp * x.cp) == 0 and x.ranks[0] % (x.tp * x.cp) == 0 for x in layouts)
+        assert any(x.cp > 1 for x in layouts) == (samples < ranks)
+        found[samples] = made.plan().best.candidate.layouts["llm"]
+    assert (found[ranks // 8].cp, found[ranks // 8].tp) == (8, 1) and found[ranks].dp == ranks
 
 
 @pytest.mark.parametrize("few", [16, pytest.param(0, marks=pytest.mark.full)], ids=["tried", "allocated"])
