@@ -1,4 +1,4 @@
-"""Peak memory of every rank as the planner predicts it, beside that of real steps, over 28 layouts.
+"""Peak memory of every rank as the planner predicts it, beside that of real steps, over 31 layouts.
 
 Every layout runs on gloo processes: the model is made, two steps with AdamW, then one whose tensors are counted as
 operators make and free them (parameters, optimizer states, gathered weights, gradients, activations, rows on their way,
