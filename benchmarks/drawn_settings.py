@@ -18,7 +18,7 @@ from recipes.digits import write_digits, write_digits_draw
 from tests.distributed.stepping import ITEM_MODULES, Setting
 
 SAMPLES = 40
-DEGREES = ("dp_replicate", "dp_shard", "tp", "pp")
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 PARTS = {
     "vision": ("backbone", "projector", "backbone.model.embeddings", "backbone.model.encoder.layers.0"),
     "audio": ("backbone", "projector", "backbone.model.layers.0", "backbone.model.conv2"),
@@ -106,7 +106,7 @@ class _Drawing:
         rng = self.rng
         modules = self.modules()
         world = self.one_of({1: 2, 2: 26, 3: 26, 4: 32, 5: 4, 6: 6, 8: 4})
-        layouts = {name: self.layout(world) for name in modules}
+        layouts = {name: self.layout(world, name) for name in modules}
         pipelined = [name for name in modules if layouts[name]["pp"] > 1]
         schedule = self.schedule(pipelined)
         for name in pipelined:
@@ -238,7 +238,7 @@ class _Drawing:
                 found.append((self.rng.choice(readers), name))
         return tuple(found)
 
-    def layout(self, world: int) -> dict[str, Any]:
+    def layout(self, world: int, module: str) -> dict[str, Any]:
         count = self.rng.randint(1, world)
         found: dict[str, Any] = {"ranks": sorted(self.rng.sample(range(world), count)), **dict.fromkeys(DEGREES, 1)}
         for factor in (2, 2, 2, 3, 5, 7):
@@ -246,7 +246,10 @@ class _Drawing:
                 count //= factor
                 heads = factor == 2 and found["tp"] < 4
                 many = not self.single
-                degree = self.one_of({"dp_replicate": 2 * many, "dp_shard": 3 * many, "tp": 3 * heads, "pp": 4})
+                cuts = module not in ITEM_MODULES and found["cp"] == 1 and factor < 5
+                degree = self.one_of(
+                    {"dp_replicate": 2 * many, "dp_shard": 3 * many, "cp": 3 * cuts, "tp": 3 * heads, "pp": 4}
+                )
                 found[degree] *= factor
         return found
 
@@ -297,8 +300,10 @@ class _Drawing:
         return layout
 
     def dropout(self, modules: Sequence[str], layouts: Mapping[str, Mapping[str, Any]], lm: str) -> dict[str, float]:
-        """Where one process draws the same numbers: inside tensor-parallel layers they are other ones."""
-        apart = [name for name in modules if layouts[name]["tp"] > 1]
+        """Where one process draws the same numbers: inside tensor-parallel layers they are other ones, and so they are
+        of a part of the rows.
+        """
+        apart = [name for name in modules if layouts[name]["tp"] * layouts[name]["cp"] > 1]
         found = {"dropout": 0.2}
         if "audio" not in apart:
             found["activation_dropout"] = 0.1

@@ -63,7 +63,7 @@ def test_draws_are_their_numbers_and_cover_everything(data: dict[bool, Data]) ->
     assert {s.lm for s in drawn} == {"titan", "hf_llama", "hf_qwen3"} and {s.tied for s in drawn} == {True, False}
     assert {s.reshard_after_forward for s in drawn} == {"auto", "never", "always"}
     layouts = [layout for s in drawn for layout in s.layouts.values()]
-    for field in ("dp_replicate", "dp_shard", "tp", "tp_chunks", "pp", "vpp", "split", "pp_style"):
+    for field in ("dp_replicate", "dp_shard", "cp", "tp", "tp_chunks", "pp", "vpp", "split", "pp_style"):
         assert sum(field in layout for layout in layouts) > 10
     assert any(-1 in layout.values() for layout in layouts) and {s.world for s in drawn} >= {1, 2, 3, 4, 6, 8}
     for option in ("freeze", "recompute", "offload", "max_in_flight", "tokens", "balance"):

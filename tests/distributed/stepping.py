@@ -31,7 +31,7 @@ from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.step_plan import StepPlan
-from hetero_strategy.planner.context import ROW_ALIGNMENT
+from hetero_strategy.planner.context import aligned_rows
 from hetero_strategy.runtime import executor as running
 from hetero_strategy.runtime.warm_up import warm_up
 from hetero_strategy.schedule.action import Lane, StageGraph, StageId
@@ -249,8 +249,7 @@ def steps_of(
 
 def share_of(placement: Placement, setting: Setting, rank: int) -> RankView:
     """What a rank computes, as the strategy and the data module say it."""
-    tp = {name: placement.layouts[name].tp for name in setting.language_models}
-    return RankView.of(placement, setting.modules, rank, {n: d * ROW_ALIGNMENT for n, d in tp.items() if d > 1})
+    return RankView.of(placement, setting.modules, rank, aligned_rows(setting.language_models, placement.layouts))
 
 
 @dataclass
