@@ -77,7 +77,7 @@ def async_tp(
     if not wanted:
         return []
     refusal = "HeteroStrategy: async_tp=True"
-    apart = [name for name, layout in layouts.items() if modules[name].row_sharding(layout).parts > 1]
+    apart = [name for name, layout in layouts.items() if modules[name].row_sharding(layout).parts > layout.cp]
     found = [name for name in apart if compiled.get(name) == "inductor"]
     if not found:
         change = f"add compile={apart}" if apart else "here are none, such as titan_llama with tp above 1: leave it out"

@@ -71,8 +71,9 @@ def test_async_tensor_parallelism_is_for_compiled_modules_with_parts_of_rows() -
     for given in ({}, {"vision": "inductor"}, {"llm": "eager"}):
         with pytest.raises(ConfigError, match=r"parts of the rows; add compile=\['llm'\]"):
             async_tp(True, modules, layouts, given, GPU)
-    with pytest.raises(ConfigError, match=r"here are none, such as titan_llama with tp above 1: leave it out"):
-        async_tp(True, modules, layouts | {"llm": ModuleLayout((0, 1), dp_shard=2)}, both, GPU)
+    for other in ({"dp_shard": 2}, {"dp_shard": 1, "cp": 2}):
+        with pytest.raises(ConfigError, match=r"here are none, such as titan_llama with tp above 1: leave it out"):
+            async_tp(True, modules, layouts | {"llm": ModuleLayout((0, 1), **other)}, both, GPU)
     with pytest.raises(ConfigError, match=r"here is cpu; leave it out, or cut .* tp_chunks"):
         async_tp(True, modules, layouts, both, CPU)
 
