@@ -216,11 +216,11 @@ def _stage_faults(module: Adapter, layout: ModuleLayout) -> list[str]:
             " every stage would train a copy of its own; name it, or what holds it, in before_blocks or after_blocks"
         )
     turns = pipeline.stages > 1 and pipeline.rank_of(0) == pipeline.rank_of(pipeline.stages - 1)
-    if turns and layout.dp > 1 and module.tied_weight() is not None:
+    if turns and layout.dp * layout.cp > 1 and module.tied_weight() is not None:
+        degrees = " ".join(f"{axis}={getattr(layout, axis)}" for axis in ("dp_replicate", "dp_shard", "cp"))
         faults.append(
-            f"pp_style='v' with dp_replicate={layout.dp_replicate} dp_shard={layout.dp_shard}: the first and the last"
-            f" stage of {kind} share a weight on one rank and would reduce its gradient twice; set pp_style='loop',"
-            " or tie_word_embeddings=false"
+            f"pp_style='v' with {degrees}: the first and the last stage of {kind} share a weight on one rank and would"
+            " reduce its gradient twice; set pp_style='loop', or tie_word_embeddings=false"
         )
     return faults
 

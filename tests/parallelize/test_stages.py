@@ -134,6 +134,7 @@ def test_layouts_that_do_not_fit_the_module_are_refused() -> None:
     assert "split=[1, 2] sums to 3, but TitanLlama has 4 blocks" in text
     text = faults("tied", ranks=4, pp=2, vpp=2, pp_style="v")
     assert "pp_style='v'" in text and "dp_shard=2" in text and "tie_word_embeddings=false" in text
+    assert "dp_shard=1 cp=2: the first" in faults("tied", ranks=4, pp=2, cp=2, vpp=2, pp_style="v")
     check_all({"llm": MAKE["tied"]()}, {"llm": ModuleLayout(ranks=2, pp=2, vpp=2, pp_style="v").resolved()})
     check_all({"llm": MAKE["titan"]()}, {"llm": ModuleLayout(ranks=1, split=[4]).resolved()})
 
