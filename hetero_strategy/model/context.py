@@ -93,6 +93,7 @@ def in_context(inputs: ModuleInputs, part: int, parts: int) -> SequenceInputs:
     segments = [np.concatenate(of) for of in (rows, lengths)]
     mine, seen = torch.from_numpy(by_rank[part]), torch.from_numpy(np.concatenate(keys))
     offsets = [torch.from_numpy(ragged.offsets(each).astype(np.int32)) for each in segments]
+    extents = [torch.empty(int(each.max(initial=0)), 0, dtype=torch.float32) for each in segments]
     context = Context(
         part,
         parts,
@@ -100,7 +101,7 @@ def in_context(inputs: ModuleInputs, part: int, parts: int) -> SequenceInputs:
         positions=packing.positions[seen],
         sequence=packing.sequence[seen],
         offsets=(offsets[0], offsets[1]),
-        extents=tuple(torch.empty(int(each.max(initial=0)), 0) for each in segments),  # type: ignore[arg-type]
+        extents=(extents[0], extents[1]),
     )
     labelled = np.flatnonzero(inputs.labels.numpy() != IGNORE)
     of, count = sequence[labelled], np.bincount(sequence[labelled], minlength=len(starts))

@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "unequal dp, tp replicas": {"vision": on(0, 1, 2), "audio": on(2, 3), "llm": on(0, 1, 2, 3, tp=2)},
     "ranks that read for others only": {"vision": on(0, 1, pp=2), "audio": on(2, 3, tp=2), "llm": on(0, 2)},
     "generator": {"vision": on(0, 1), "llm": on(0, 1, 2), "draw": on(1, 2)},
-    "pipelined generator": {"vision": on(0, 1), "llm": on(0, 1, 2, 3, tp=2), "draw": on(1, 2, 3, pp=3)},
+    "pipelined generator": {"vision": on(0, 1), "llm": on(0, 1, 2, 3, cp=2), "draw": on(1, 2, 3, pp=3)},
 }
 BALANCES: tuple[Mapping[str, Any] | None, ...] = (None, {}, {"policy": "lpt"})
 
