@@ -12,7 +12,7 @@ from benchmarks.pipelines import Setting
 from benchmarks.predicted_memory import ALONE, SETTINGS, predicted, steps_on_rank
 from tests.distributed.harness import Pool
 
-NAMES = ("offload all", "decoupled from pp 4, bf16", "llm cp 2")
+NAMES = ("offload all", "llm cp 2")
 """Of the settings of ``python -m benchmarks.predicted_memory``, which tries all."""
 WITHIN = 0.05
 
