@@ -112,6 +112,7 @@ class CausalLM(Adapter):
 
     Args:
         before: called with the embedded rows ``[T_local, width]`` and the inputs before slots are filled; returns rows.
+            With context parallelism all but ``packing.lengths`` is of this rank's part of the rows.
     """
 
     kind = CausalLMKind()

@@ -19,6 +19,7 @@ from torch.distributed.tensor._random import manual_seed
 from torch.nn.utils.parametrizations import _SpectralNorm
 
 from hetero_strategy.errors import LayoutError
+from hetero_strategy.layout.row_sharding import sharding
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.chunked_linear import is_chunked
@@ -166,6 +167,11 @@ def check(name: str, module: Adapter, layout: ModuleLayout) -> list[str]:
         faults.append(
             f"layout of '{name}': cp={layout.cp}, but {type(module).__name__} is not made for a part of its rows; set"
             " cp=1, or context_parallel = True in a language model whose rows meet in packed_attention alone"
+        )
+    elif (lie := module.row_sharding(layout)) != sharding(layout.cp, max(1, lie.parts // layout.cp)):
+        faults.append(
+            f"layout of '{name}': cp={layout.cp}, but row_sharding(layout) of {type(module).__name__} is {lie}; let it"
+            " return sharding(layout.cp) of hetero_strategy.layout.row_sharding, or sharding(layout.cp, layout.tp)"
         )
     if layout.tp == 1:
         return faults

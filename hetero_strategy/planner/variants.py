@@ -99,7 +99,7 @@ class Variants:
         ways = [replace(candidate, schedule="zb_h1")]
         if candidate.microbatches <= max(layout.pp for layout in candidate.layouts.values()):  # 1F1B holds all, too
             ways.append(replace(candidate, schedule="gpipe"))
-        tied = [name for name in piped if self._tied[name] and candidate.layouts[name].dp > 1]
+        tied = [name for name in piped if self._tied[name] and _reduced(candidate.layouts[name])]
         for vpp, style, schedule in ((2, "loop", "interleaved_1f1b"), (4, "loop", "interleaved_1f1b"), (2, "v", "zbv")):
             if style == "v" and tied:  # a rank with both stages would reduce the gradient of what they share twice
                 continue
@@ -261,7 +261,7 @@ class Variants:
                     ranks = one_after_another(range(sum(given)), given, range(len(given)))
                     of = {name: own for names, own in zip(groups.values(), ranks, strict=True) for name in names}
                     layouts = {name: _sharded(layout, of[name]) for name, layout in asked.items()}
-                    if not any(self._tied[n] and one.pp_style == "v" and one.dp > 1 for n, one in layouts.items()):
+                    if not any(self._tied[n] and one.pp_style == "v" and _reduced(one) for n, one in layouts.items()):
                         ways.append(replace(candidate, layouts=layouts))  # a run refuses those
         return [*filter(self._fits, ways)]
 
@@ -300,6 +300,11 @@ class Variants:
         """Whether a module has ranks of its own, seen from those that it feeds."""
         fed = (target for source, target in self._evaluator.shape.edges if source == name)
         return all({*candidate.layouts[name].ranks}.isdisjoint(candidate.layouts[target].ranks) for target in fed)
+
+
+def _reduced(layout: ModuleLayout) -> bool:
+    """Whether gradients are summed over ranks."""
+    return layout.dp_replicate * layout.shards > 1
 
 
 def _sharded(layout: ModuleLayout, ranks: Sequence[int]) -> ModuleLayout:

@@ -17,11 +17,13 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.tied import tied_rank_sets
 from hetero_strategy.zoo import titan_llama
+from hetero_strategy.zoo.titan import TitanLlama
 from tests.distributed.harness import Pool
 from tests.model.helpers import TITAN
 from tests.parallelize.pieces import MAKE, Piece, evaluate_then_train, even_split, run, run_all, worst
@@ -137,6 +139,16 @@ def test_layouts_that_do_not_fit_the_module_are_refused() -> None:
     assert "dp_shard=1 cp=2: the first" in faults("tied", ranks=4, pp=2, cp=2, vpp=2, pp_style="v")
     check_all({"llm": MAKE["tied"]()}, {"llm": ModuleLayout(ranks=2, pp=2, vpp=2, pp_style="v").resolved()})
     check_all({"llm": MAKE["titan"]()}, {"llm": ModuleLayout(ranks=1, split=[4]).resolved()})
+
+
+def test_context_parallelism_is_for_modules_that_are_made_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("titan", "tied"):
+        check_all({"llm": MAKE[kind]()}, {"llm": ModuleLayout(ranks=4, cp=2, tp=2).resolved()})
+    monkeypatch.setattr(TitanLlama, "row_sharding", lambda _, layout: RowSharding(layout.tp))
+    text = faults("titan", ranks=4, cp=2, tp=2)
+    assert "cp=2, but row_sharding(layout) of TitanLlama is RowSharding(parts=2); let it return sharding(layout" in text
+    monkeypatch.setattr(TitanLlama, "context_parallel", False)
+    assert "cp=2, but TitanLlama is not made for a part of its rows; set cp=1" in faults("titan", ranks=2, cp=2)
 
 
 VOCABULARIES = range(30, 43)

@@ -203,7 +203,7 @@ def without_blocks(shape: ModelShape) -> ModelShape:
 
 def test_what_a_run_would_refuse_is_not_proposed() -> None:
     """Tensor parallelism of compiled layers that torch's compiler fails on, or beside a cache; stages of a module with
-    loose parameters; both ends of tied weights on one of several instances.
+    loose parameters; both ends of tied weights on one of several instances or of an instance's context-parallel ranks.
     """
     plain = model((2, 128), (4, 128))
     fast = replace(plain, modules={**plain.modules, "llm": replace(plain.modules["llm"], tp_compiles=False)})
@@ -223,11 +223,13 @@ def test_what_a_run_would_refuse_is_not_proposed() -> None:
     loose = replace(plain, modules={**plain.modules, "llm": replace(plain.modules["llm"], cuttable=False)})
     assert {one.candidate.layouts["llm"].pp for one in asked(ScheduleConfig(), shape=loose).plan().ranked} == {1}
     tied = replace(plain, modules={**plain.modules, "llm": replace(plain.modules["llm"], tied=True)})
-    piped = Candidate({"vision": ModuleLayout(range(4)), "llm": ModuleLayout(range(4), pp=2, dp_shard=2)}, 4)
-    schedules = [
-        {c.schedule for c in asked(ScheduleConfig(), shape=s).variants.schedules(piped)} for s in (plain, tied)
-    ]
-    assert schedules[0] - schedules[1] == {"zbv"}
+    for degrees in ({"dp_shard": 2}, {"dp_shard": 1, "cp": 2}):
+        llm = ModuleLayout(range(4), pp=2, **degrees)
+        piped = Candidate({"vision": ModuleLayout(range(4)), "llm": llm}, 4)
+        schedules = [
+            {c.schedule for c in asked(ScheduleConfig(), shape=s).variants.schedules(piped)} for s in (plain, tied)
+        ]
+        assert schedules[0] - schedules[1] == {"zbv"}
 
 
 def test_no_schedule_divides_the_backward_of_compiled_blocks() -> None:
