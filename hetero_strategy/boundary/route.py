@@ -67,8 +67,8 @@ class Side:
         if multiple > 1 and (left := self.totals % multiple).any():
             at = int(left.argmax())
             raise LayoutError(
-                f"rows in {multiple} parts: instance {at} has {self.totals[at]} rows, which is no multiple; samples are"
-                " filled up, items are not: give these a multiple of rows, or let row_sharding say one part"
+                f"instance {at} has {self.totals[at]} rows, which is no multiple of {multiple}; samples are filled up,"
+                f" items are not: give these a multiple of {multiple} rows, or let row_sharding say one part, with cp=1"
             )
 
     def seat(self, rank: int) -> tuple[int, int]:

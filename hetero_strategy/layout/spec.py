@@ -30,8 +30,8 @@ class ModuleLayout:
             global rank, and a mesh that disagrees gives silently wrong gradients). An int ``n`` means ``range(n)``.
         dp_replicate: replicas of the parameters, whose gradients are all-reduced.
         dp_shard: instances over whose ranks parameters, gradients and optimizer state are sharded (FSDP2).
-        cp: context-parallel ranks of an instance: each has a part of the tokens of every sequence, and all of them
-            shard parameters as ``dp_shard`` ranks do. Language models only.
+        cp: context-parallel ranks of an instance: each has a part of the rows of a microbatch, and all of them shard
+            parameters as ``dp_shard`` ranks do. Language models only.
         tp: tensor-parallel ranks.
         tp_chunks: most chunks of a microbatch's rows whose tensor-parallel collectives run one by one beside the
             matmuls of the next; 1: collectives and matmuls take turns.

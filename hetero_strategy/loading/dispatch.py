@@ -56,8 +56,8 @@ def moves(home: np.ndarray, instance: np.ndarray, reader: np.ndarray, rank: int)
     Args:
         home: rank that has read each item of the step, int64 ``[n]``.
         instance: that computes each item, int64 ``[n]``.
-        reader: instance whose payload each rank takes, -1: none; int64 ``[world]``. Ranks of one instance (tensor
-            parallel ones) all take the same.
+        reader: instance whose payload each rank takes, -1: none; int64 ``[world]``. Ranks of one instance all take
+            the same.
         rank: whose moves.
     """
     ranks = np.argsort(reader, kind="stable")

@@ -51,7 +51,7 @@ class RankView:
     """Modules of which this rank holds later pipeline stages only: it reads no payload for them."""
     without_last: frozenset[str] = frozenset()
     """Modules of which this rank lacks the last pipeline stage: it needs no labels or targets for them."""
-    context: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    cp: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Module -> which of an instance's context-parallel ranks this one is, and of how many; of several alone."""
 
     @classmethod
@@ -68,7 +68,7 @@ class RankView:
             row_multiple=dict(row_multiple or {}),
             without_first=frozenset(name for name in modules if 0 not in stages[name]),
             without_last=frozenset(name for name in modules if pipelines[name].stages - 1 not in stages[name]),
-            context={
+            cp={
                 name: (seat.shard // layout.tp, layout.cp)
                 for name, seat in seats.items()
                 if seat is not None and (layout := placement.layouts[name]).cp > 1
@@ -282,8 +282,8 @@ class StepDataset(Dataset[Batch]):
                 cache=self.caches.get(module),
             )
         )
-        if module in self.share.context:
-            made = in_context(made, *self.share.context[module])
+        if module in self.share.cp:
+            made = in_context(made, *self.share.cp[module])
         return made if self.compute_dtype is None else made.narrowed(self.compute_dtype)
 
     def _slots(self, plan: StepPlan, number: int, target: str, instance: int) -> dict[Hashable, torch.Tensor]:

@@ -81,7 +81,7 @@ class CausalLMKind(ModuleKind):
         if (context := inputs.packing.context) is None:
             return right.sum(), ((wanted == right) & (wanted > 0)).sum()
         of_all = context.summed(per_sequence)  # and one rank counts the sequences
-        return right.sum(), ((of_all[0] == of_all[1]) & (of_all[0] > 0)).sum() * (context.part == 0)
+        return right.sum(), ((of_all[0] == of_all[1]) & (of_all[0] > 0)).sum() * (context.rank == 0)
 
     @override
     def result(self, module: Adapter, metadata: StepMetadata, like: Tensor, *, pipelined: bool) -> Tensor:
@@ -137,12 +137,12 @@ class CausalLM(Adapter):
     def head(self, hidden: Tensor) -> Tensor:
         """Turn rows ``[n, width]`` into logits ``[n, vocabulary]`` by final norm and output projection.
 
-        It is given some labelled rows of one instance, the same on all of its ranks; the logits may be a DTensor that
-        is split over its last dimension.
+        It is given some labelled rows, the same on all tensor-parallel ranks of an instance; the logits may be a
+        DTensor that is split over its last dimension.
         """
 
     def whole_rows(self, hidden: Tensor) -> Tensor:
-        """Turn rows ``[T_local, width]`` into those of the instance ``[T, width]``."""
+        """Turn rows ``[T_local, width]`` into those of all tensor-parallel ranks ``[T, width]``."""
         return hidden
 
     @override

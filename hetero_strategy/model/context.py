@@ -28,9 +28,9 @@ class Context(Movable):
     last row.
     """
 
-    part: int
+    rank: int
     """Context-parallel coordinate of this rank."""
-    parts: int
+    ranks: int
     """Context-parallel ranks."""
     keys: tuple[Tensor, Tensor]
     """int64: the gathered keys that the segments of either chunk see, end to end; none twice for one chunk."""
@@ -52,8 +52,8 @@ class Context(Movable):
         return seen
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the rows of all ranks ``[T, ...]``, rank by rank, of this one's ``[T / parts, ...]``; a collective."""
-        gathered: Tensor = _Gathered.apply(rows, self.parts, self.group)
+        """Return the rows of all ranks ``[T, ...]``, rank by rank, of this one's ``[T / ranks, ...]``; a collective."""
+        gathered: Tensor = _Gathered.apply(rows, self.ranks, self.group)
         return gathered
 
     def summed(self, numbers: Tensor) -> Tensor:
@@ -63,40 +63,42 @@ class Context(Movable):
         return total
 
 
-def in_context(inputs: ModuleInputs, part: int, parts: int) -> SequenceInputs:
-    """Return what one of ``parts`` context-parallel ranks takes of an instance's inputs, see :class:`ContextSharding`.
+def in_context(inputs: ModuleInputs, rank: int, ranks: int) -> SequenceInputs:
+    """Return what one of ``ranks`` context-parallel ranks takes of an instance's inputs, see :class:`ContextSharding`.
 
     Sequences keep their numbers and lengths, rows their labels and positions.
 
     Raises:
-        ModelError: they are no token sequences.
+        ModelError: they are more than token sequences, or their rows do not divide.
     """
-    if not isinstance(inputs, SequenceInputs):
+    if type(inputs) is not SequenceInputs:  # other fields may be of rows, too
         raise ModelError(
-            f"cp={parts} of a module that takes {type(inputs).__name__}: it is for SequenceInputs; set cp=1"
+            f"cp={ranks} of a module that takes {type(inputs).__name__}: it is for SequenceInputs; set cp=1"
         )
-    packing, lie = inputs.packing, ContextSharding(parts, parts)
+    packing, lie = inputs.packing, ContextSharding(ranks, ranks)
     total = packing.rows
-    by_rank = [np.r_[lie.chunks(total, rank)] for rank in range(parts)]
+    if left := total % lie.multiple:
+        raise ModelError(f"cp={ranks} of {total} rows leaves {left}: give a multiple of {lie.multiple}")
+    by_rank = [np.r_[lie.chunks(total, each)] for each in range(ranks)]
     gathered = np.concatenate(by_rank)
     place = np.empty_like(gathered)
     place[gathered] = np.arange(total)
     sequence = packing.sequence.numpy()
     starts = ragged.starts(packing.lengths)
     rows, lengths, keys = [], [], []
-    for chunk in lie.chunks(total, part):
+    for chunk in lie.chunks(total, rank):
         of, count = np.unique(sequence[chunk], return_counts=True)
         length = chunk.start + np.cumsum(count) - starts[of]
         keys.append(ragged.expand(starts[of], length))
         rows.append(count)
         lengths.append(length)
     segments = [np.concatenate(of) for of in (rows, lengths)]
-    mine, seen = torch.from_numpy(by_rank[part]), torch.from_numpy(np.concatenate(keys))
+    mine, seen = torch.from_numpy(by_rank[rank]), torch.from_numpy(np.concatenate(keys))
     offsets = [torch.from_numpy(ragged.offsets(each).astype(np.int32)) for each in segments]
     extents = [torch.empty(int(each.max(initial=0)), 0, dtype=torch.float32) for each in segments]
     context = Context(
-        part,
-        parts,
+        rank,
+        ranks,
         keys=(torch.from_numpy(place[keys[0]]), torch.from_numpy(place[keys[1]])),
         positions=packing.positions[seen],
         sequence=packing.sequence[seen],
@@ -122,7 +124,7 @@ def in_context(inputs: ModuleInputs, part: int, parts: int) -> SequenceInputs:
             restore=None,
             context=context,
         ),
-        own_labels=own_labels[np.isin(labelled, by_rank[part])],
+        own_labels=own_labels[np.isin(labelled, by_rank[rank])],
     )
 
 
@@ -130,16 +132,16 @@ class _Gathered(torch.autograd.Function):
     """All ranks' rows, whose gradients are summed where they came from."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, parts: int, group: str) -> Tensor:
-        ctx.parts, ctx.group = parts, group
+    def forward(ctx: Any, rows: Tensor, ranks: int, group: str) -> Tensor:
+        ctx.ranks, ctx.group = ranks, group
         c10d = torch.ops._c10d_functional
-        return c10d.wait_tensor(c10d.all_gather_into_tensor(rows.contiguous(), parts, group))
+        return c10d.wait_tensor(c10d.all_gather_into_tensor(rows.contiguous(), ranks, group))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         c10d = torch.ops._c10d_functional
-        summed = c10d.reduce_scatter_tensor(grads[0].contiguous(), "sum", ctx.parts, ctx.group)
+        summed = c10d.reduce_scatter_tensor(grads[0].contiguous(), "sum", ctx.ranks, ctx.group)
         return c10d.wait_tensor(summed), None, None
 
 

@@ -99,7 +99,8 @@ class Packing(Movable):
     sequence: torch.Tensor
     """int64 ``[T]``: number of the sequence that each row belongs to."""
     offsets: torch.Tensor
-    """int32 ``[n + 1]``: first row of each sequence, and T; as kernels for packed sequences take them."""
+    """int32 ``[n + 1]``: first row of each sequence, and T; as kernels for packed sequences take them. With
+    :attr:`context` of each segment."""
     extent: torch.Tensor
     """``[longest, 0]``, without data: compiled code sees :attr:`longest` as a size that changes."""
     alike: bool

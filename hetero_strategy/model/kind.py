@@ -81,7 +81,9 @@ class ModuleKind(ABC):
         return {}
 
     def measured(self, inputs: Any, output: Any) -> Sequence[Tensor]:
-        """Return one microbatch's scalar summand of each of the :meth:`metrics`."""
+        """Return one microbatch's scalar summand of each of the :meth:`metrics`; with context parallelism that of this
+        rank's rows, see :class:`~hetero_strategy.model.context.Context`.
+        """
         return ()
 
     def result(self, module: Adapter, metadata: StepMetadata, like: Tensor, *, pipelined: bool) -> Tensor | None:
@@ -99,6 +101,7 @@ class ModuleKind(ABC):
         self, metadata: StepMetadata, module: str, units: np.ndarray, inputs: Any, output: Any
     ) -> tuple[np.ndarray, Tensor] | None:
         """Return one microbatch's part of the :meth:`result`: int64 row numbers and their values; None if it has none.
+        With context parallelism those of this rank's rows.
 
         Args:
             metadata: of the global batch.

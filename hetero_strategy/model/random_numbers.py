@@ -119,7 +119,7 @@ class RandomNumbers:
             self.seed(number_of(f"{position} {self._shard}"))
 
     def join(self) -> None:
-        """Continue with the numbers that all of the instance's ranks share, where :meth:`part` left them."""
+        """Continue with the numbers that all ranks with the same rows share, where :meth:`part` left them."""
         for generator, state in zip(self._generators, self._aside, strict=False):
             generator.set_state(state)
         self._aside = []

@@ -168,7 +168,7 @@ def check(name: str, module: Adapter, layout: ModuleLayout) -> list[str]:
             f"layout of '{name}': cp={layout.cp}, but {type(module).__name__} is not made for a part of its rows; set"
             " cp=1, or context_parallel = True in a language model whose rows meet in packed_attention alone"
         )
-    elif (lie := module.row_sharding(layout)) != sharding(layout.cp, max(1, lie.parts // layout.cp)):
+    elif layout.cp > 1 and (lie := module.row_sharding(layout)) != sharding(layout.cp, max(1, lie.parts // layout.cp)):
         faults.append(
             f"layout of '{name}': cp={layout.cp}, but row_sharding(layout) of {type(module).__name__} is {lie}; let it"
             " return sharding(layout.cp) of hetero_strategy.layout.row_sharding, or sharding(layout.cp, layout.tp)"

@@ -128,8 +128,8 @@ def plan_step(
             decides which sample is in which microbatch.
         microbatches: number of microbatches, or more where these cannot keep the first language model's budget; None:
             as few as can.
-        row_multiple: module -> number (the tensor-parallel degree where rows are sharded over it) of which the rows of
-            every instance must be a positive multiple; :attr:`Assignment.padding` fills up.
+        row_multiple: module -> number (where ranks of an instance share its rows) of which the rows of every instance
+            must be a positive multiple; :attr:`Assignment.padding` fills up.
         microbatch_rows: encoder or generator -> about how many rows inside it an instance should have in a microbatch,
             for which step microbatches are joined or split; or ``equal``: as many microbatches as the step's, of equal
             cost, so that what is too much for one is computed with another. Others keep the step's.

@@ -98,7 +98,7 @@ class Assignment:
     offsets: Int64[np.ndarray, "bounds"]
     """Instance ``i`` computes ``units[offsets[i]:offsets[i + 1]]``, in that order."""
     padding: Int64[np.ndarray, "instances=bounds-1"]
-    """Alignment rows appended where tensor-parallel ranks share an instance's rows."""
+    """Alignment rows appended where tensor- or context-parallel ranks share an instance's rows."""
     first: int
     last: int
     """First and last of the step's microbatches that the units' samples are in."""

@@ -242,7 +242,7 @@ class Estimates:
         how = self.given.recomputed(module, degrees.recomputed * shape.has_blocks)
         parts = degrees.tp * (degrees.pp if how is not None and how.whole else 1)
         saved = self.kept * self._saved[module, degrees.recomputed]
-        whole = shape.context / (KEPT * shape.width)  # of what a block keeps: keys and values of all rows
+        whole = shape.keys / (KEPT * shape.width)  # of what a block keeps: keys and values of all rows
         share = 1.0 if degrees.cp == 1 else whole + (1 - whole) / degrees.cp
         return saved * share * rows * self._precision.compute / parts
 
@@ -260,7 +260,7 @@ class Estimates:
 
     def contexts(self, module: str) -> list[int]:
         """Degrees of context parallelism to try."""
-        return contexts(self.cluster.ranks_per_node) if self._shape.modules[module].context else [1]
+        return contexts(self.cluster.ranks_per_node) if self._shape.modules[module].keys else [1]
 
     def worth(self, module: str, degrees: Degrees) -> bool:
         """Whether its context parallelism may be worth it: with half as many of such ranks and twice as many instances

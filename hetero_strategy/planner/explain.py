@@ -117,6 +117,7 @@ def beside_collectives(evaluator: Evaluator, step: Step) -> tuple[dict[str, floa
     placed, layouts = step.placed, step.placed.placement.layouts
     parallel = [name for name, layout in layouts.items() if layout.tp > 1]
     fills = placed.graph.filling and placed.scheduling.fill == "fine"
+    fills = fills and all(layout.cp == 1 for layout in layouts.values())  # whose waits are not told apart here
     if not (fills and parallel) or evaluator.cluster.shares_cores:
         return None
     again = evaluator.place(replace(placed.candidate, tp_bubbles=True))

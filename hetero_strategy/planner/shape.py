@@ -77,7 +77,7 @@ class ModuleShape:
     """What they share, as ``stored`` counts it in both."""
     tp_compiles: bool = True
     """Whether torch's compiler takes its tensor-parallel layers."""
-    context: int = 0
+    keys: int = 0
     """Numbers per row that a block gathers over context-parallel ranks, see :attr:`Adapter.context_width`."""
 
     @property
@@ -188,7 +188,7 @@ def _module(module: Adapter) -> ModuleShape:
         tied=tied,
         twice=(stored.sum(axis=0) - whole) * tied,
         tp_compiles=module.tp_compiles,
-        context=module.context_width * module.context_parallel,
+        keys=module.context_width * (module.context_parallel and getattr(module, "before", None) is None),
     )
 
 

@@ -125,7 +125,7 @@ def degrees(
     given = module.most_stages, ranks, ranks_per_node, most_instances, mixed
     return [
         way._replace(tp=way.tp // cp, cp=cp)
-        for cp in (contexts(ranks_per_node) if module.context else [1])
+        for cp in (contexts(ranks_per_node) if module.keys else [1])
         for way in ways([tp * cp for tp in module.tp], *given)
     ]
 

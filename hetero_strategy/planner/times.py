@@ -328,7 +328,7 @@ def rank_collectives(
     times = TP_COLLECTIVES / len(kinds)
 
     def took(rows: int) -> tuple[float, float]:
-        size, keys = rows * precision.compute * shape.width / cp, rows * precision.compute * shape.context / tp
+        size, keys = rows * precision.compute * shape.width / cp, rows * precision.compute * shape.keys / tp
         each = sum(cluster.collective(size, tp, kind=kind) for kind in kinds)
         return times * each, cluster.collective(keys, cp, tp)
 

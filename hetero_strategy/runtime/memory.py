@@ -45,7 +45,7 @@ def out_of_memory(executor: Executor, optimizers: Sequence[Optimizer]) -> str:
         f"{size(found.total()):>10}  in all of these; what layers keep for backward and what is gathered or on its way"
         " are not counted"
     )
-    lines.append("less: recompute, offload, max_in_flight, smaller budgets, more microbatches, dp_shard, tp or pp")
+    lines.append("less: recompute, offload, max_in_flight, smaller budgets, more microbatches, dp_shard, tp, cp or pp")
     return "\n".join(lines)
 
 

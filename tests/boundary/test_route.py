@@ -261,7 +261,7 @@ def test_stages_on_one_rank_move_nothing() -> None:
 def test_rows_that_parts_do_not_share_out_evenly_are_refused() -> None:
     """The last of them would be taken for those of the next instance."""
     ranks, totals = np.array([[0, 1], [2, 3]]), np.array([4, 5])
-    with pytest.raises(LayoutError, match="rows in 2 parts: instance 1 has 5 rows, which is no multiple"):
+    with pytest.raises(LayoutError, match="instance 1 has 5 rows, which is no multiple of 2;"):
         Side(ranks, totals, RowSharding(2))
     assert Side(ranks, totals).rows_on(3) == 5
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,9 +136,19 @@ def test_both_ranks_have_as_much_to_do_where_one_sequence_fills_the_rows() -> No
     assert len(set(counts)) == 1
 
 
+@dataclass(frozen=True, eq=False)
+class Weighted(SequenceInputs):
+    weights: Tensor | None = None
+
+
 def test_what_are_no_sequences_is_refused() -> None:
     with pytest.raises(ModelError, match="cp=2 of a module that takes ModuleInputs: it is for SequenceInputs"):
         in_context(ModuleInputs(), 0, 2)
+    whole = inputs_of([5, 3])
+    with pytest.raises(ModelError, match="module that takes Weighted: it is for SequenceInputs"):
+        in_context(Weighted(whole.ids, whole.labels, whole.packing, weights=torch.ones(8)), 0, 2)
+    with pytest.raises(ModelError, match="cp=2 of 7 rows leaves 3: give a multiple of 4"):
+        in_context(inputs_of([4, 3]), 0, 2)
 
 
 def test_attention_to_later_rows_is_refused() -> None:

@@ -35,7 +35,7 @@ def test_parameters_take_the_bytes_of_the_memory_model(module: str, shards: int,
 
 def test_context_parallel_ranks_hold_what_shards_do_and_keep_a_part_of_the_rows_but_all_keys() -> None:
     made = model()
-    llm = replace(made.modules["llm"], context=1024)
+    llm = replace(made.modules["llm"], keys=1024)
     estimates = Estimates(replace(made, modules={**made.modules, "llm": llm}), cluster(4), [batch(4)], MIXED)
     alone, shards, both = (Degrees(1, 1, 1, *of) for of in ((1,), (2,), (1, 0, False, 2)))
     for whole in (False, True):

@@ -34,9 +34,9 @@ def ring(size: float, collectives: int = 1) -> float:
     return collectives * LATENCY + size / 2 / BANDWIDTH
 
 
-def waits(candidate: Candidate, overlap: Overlap = SEPARATE, context: int = 0) -> dict[Kind, dict[str, float]]:
+def waits(candidate: Candidate, overlap: Overlap = SEPARATE, keys: int = 0) -> dict[Kind, dict[str, float]]:
     """Kind of action -> collective -> seconds, of a language model with a sample of 8 rows for each instance."""
-    shape = ModelShape({"llm": replace(module(BLOCKS, WIDTH, samplewise=True), context=context)}, ())
+    shape = ModelShape({"llm": replace(module(BLOCKS, WIDTH, samplewise=True), keys=keys)}, ())
     tokens = np.full(candidate.layouts["llm"].resolved().dp, ROWS)
     data = StepMetadata(0, 0, np.arange(len(tokens)), tokens, tokens - 1, {})
     evaluator = Evaluator(shape, cluster(2), [data], overlap=overlap)
@@ -63,7 +63,7 @@ def test_rows_of_tensor_parallel_ranks_are_waited_for_in_forward_backward_and_wh
 
 
 def test_keys_of_context_parallel_ranks_are_waited_for_as_rows_of_tensor_parallel_ones() -> None:
-    found = waits(Candidate({"llm": ModuleLayout(2, cp=2)}, reshard_after_forward="never"), context=6)
+    found = waits(Candidate({"llm": ModuleLayout(2, cp=2)}, reshard_after_forward="never"), keys=6)
     of_block = ring(2 * ROWS * 6)
     assert found["F"]["context parallel"] == pytest.approx(BLOCKS * of_block)
     assert found["B"]["context parallel"] == pytest.approx(BLOCKS * of_block), "the first block's, too"

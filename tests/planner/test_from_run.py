@@ -50,7 +50,7 @@ def test_other_layouts_take_what_the_formula_says(
     ran: dict[str, ModuleLayout], halves: bool, again: float, frozen: bool
 ) -> None:
     shape = model((4, 256), (8, 512), frozen=frozen)
-    shape = replace(shape, modules={n: replace(m, context=2 * m.width) for n, m in shape.modules.items()})
+    shape = replace(shape, modules={n: replace(m, keys=2 * m.width) for n, m in shape.modules.items()})
     found = measured(shape, ran, halves, again).modules(shape, CLUSTER, PRECISION)
     for layouts in (PIPED, ALONE, CONTEXT):
         for name in shape.modules:

@@ -355,7 +355,7 @@ def test_some_of_every_kind_are_simulated_however_they_are_estimated() -> None:
 @pytest.mark.parametrize("ranks", [8, 32])
 def test_few_long_samples_are_shared_by_context_parallel_ranks_of_a_node(ranks: int) -> None:
     """Which exchange less than as many tensor-parallel ones; with more samples there are more instances instead."""
-    llm = replace(module(4, 512, samplewise=True, tp=(1, 2, 4, 8)), context=256)
+    llm = replace(module(4, 512, samplewise=True, tp=(1, 2, 4, 8)), keys=256)
     shape, given = ModelShape({"llm": llm}, ()), cluster(ranks, 8)
     found = {}
     for samples in (ranks // 8, ranks):

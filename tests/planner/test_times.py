@@ -121,13 +121,13 @@ def test_tensor_parallel_ranks_share_work_and_exchange_rows() -> None:
 def test_context_parallel_ranks_share_rows_and_gather_keys_of_all() -> None:
     """Over the links between them, forward, and backward their gradients; a forward that runs again gathers again."""
     keys = Line(1.0, 3 * 2 / 2 / 32.0, 0.0)  # half of 3 numbers of 2 bytes, from a rank of the other node
-    (alone,), (stage,) = times(shape(), 2, tp=2), times(shape(context=6), 4, tp=2, cp=2)
+    (alone,), (stage,) = times(shape(), 2, tp=2), times(shape(keys=6), 4, tp=2, cp=2)
     rows = Line(LAUNCH + 4 * 0.5, alone.forward.per_row / 2 / 2, ATTENTION / 4)
     assert stage.forward == pytest.approx(rows.plus(keys).plus(rows).plus(keys))
     assert stage.backward.per_row == pytest.approx(alone.backward.per_row / 2 + 2 * keys.per_row)
-    (again,) = times(shape(context=6), 4, tp=2, cp=2, recomputed=1.0)
+    (again,) = times(shape(keys=6), 4, tp=2, cp=2, recomputed=1.0)
     assert again.input == pytest.approx(stage.input.plus(stage.forward))
-    (first,) = times(shape(context=6), 2, cp=2, fed=False)
+    (first,) = times(shape(keys=6), 2, cp=2, fed=False)
     assert first.backward.fixed == pytest.approx(3 * LAUNCH + 2 * 0.5), "inside a block the first one's do, too"
 
 
