@@ -33,10 +33,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "replicated rows, tied": ({"vision": on(0), "llm": on(0, 1, tp=2)}, {"lm": "hf_llama", "tied": True}),
     "encoder in bubbles": ({"vision": on(0, 1), "llm": on(0, 1, pp=2)}, {"fill": "fine"}),
-    "compiled": (
-        {"vision": on(0, 1), "llm": on(0, 1, tp=2)},
-        {"compile": {"llm": "aot_eager"}, "recompute": {"vision": "every 2"}, "llm_layers": 3},
-    ),
 }
 
 
@@ -85,7 +81,7 @@ def moved_on_rank(
     return [Run(steps, {}) for steps in made], same, most, late
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n == "compiled")) for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_same_gradients(pool: Pool, folders: dict[bool, str], name: str) -> None:
     layouts, options = CASES[name]
     layers = {"llm_layers": 4, "vision_layers": 3} | options
