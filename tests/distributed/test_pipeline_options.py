@@ -217,7 +217,6 @@ def test_blocks_are_summed_beside_the_last_backward(pool: Pool, folders: dict[bo
 COMPILED = {
     "language model alone": {"llm": on(0, 1, tp=2)},
     "tensor parallel, sharded": {"vision": on(0, 1, 2, 3), "llm": on(0, 1, 2, 3, tp=2, dp_shard=2)},
-    "stages, recomputed": {"vision": on(0, 1), "llm": on(0, 1, 2, 3, tp=2, pp=2)},
     "stages": {"vision": on(0, 1), "llm": on(0, 1, pp=2)},
 }
 
@@ -291,8 +290,7 @@ def test_compiled_blocks(pool: Pool, folders: dict[bool, str], name: str) -> Non
     layers = {} if "stages" in name else {"llm_layers": 2}
     setting = setting_of(folders, COMPILED[name], "zb_h1" if name == "stages" else "1f1b", **layers)
     wanted = expected(setting)
-    recompute = {"llm": "every 2", "vision": "all but matmuls"} if "recomputed" in name else {}
-    compiled = replace(setting, compile=dict.fromkeys(setting.modules, "aot_eager"), recompute=recompute)
+    compiled = replace(setting, compile=dict.fromkeys(setting.modules, "aot_eager"))
     runs, counts = zip(*pool.run(setting.world, graphs, compiled, wanted, timeout=840), strict=True)
     compare(wanted, runs)
     loss = 2  # a graph for each direction
