@@ -33,9 +33,8 @@ class Placement:
         layout = self.layouts[module]
         if rank not in layout.ranks:
             return None
-        shards = layout.cp * layout.tp
-        pp, index = divmod(layout.ranks.index(rank), layout.dp * shards)
-        return Coordinate(*divmod(index, shards), pp)
+        pp, index = divmod(layout.ranks.index(rank), layout.dp * layout.neighbours)
+        return Coordinate(*divmod(index, layout.neighbours), pp)
 
     def instances(self) -> dict[str, int]:
         """Return the number of data-parallel instances of every module."""

@@ -88,6 +88,11 @@ class ModuleLayout:
         return self.dp_shard * self.cp
 
     @property
+    def neighbours(self) -> int:
+        """The number of ranks of an instance on one stage: context-parallel and tensor-parallel ones."""
+        return self.cp * self.tp
+
+    @property
     def pipeline(self) -> Pipeline:
         """How the module's stages lie on its pipeline ranks; of resolved layouts only."""
         return Pipeline(self.pp, self.vpp, self.pp_style)

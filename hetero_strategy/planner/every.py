@@ -171,7 +171,7 @@ class Layouts:
 
     def _options_of(self, name: str, e: Estimates, ranks: int) -> _Options:
         degrees = self._degrees(name, ranks, e.cluster.ranks_per_node)
-        rows = [(d.tp * d.cp, d.pp, d.dp, d.once, self._numbers.setdefault(d, len(self._numbers))) for d in degrees]
+        rows = [(d.neighbours, d.pp, d.dp, d.once, self._numbers.setdefault(d, len(self._numbers))) for d in degrees]
         tp, pp, dp, once, number = np.array(rows, np.int64).reshape(-1, 5).T
         return _Options(degrees, tp, pp, dp, once > 0, number)
 

@@ -207,7 +207,7 @@ class Planner:
         layouts, works = candidate.layouts, dict[str, float]()
         for name, layout in layouts.items():
             again = candidate.recompute.get(name)
-            every, ranks = 0 if again is None else again.every, layout.tp * layout.cp
+            every, ranks = 0 if again is None else again.every, layout.neighbours
             work = self.estimates.on(layout.ranks).work(name, layout.tp, every, layout.cp)
             works[name] = work.total * ranks
         spans = [{*layout.ranks} for layout in layouts.values()]
@@ -247,7 +247,7 @@ class Planner:
         cluster, given = self.evaluator.cluster, self.estimates.given
         needed = np.zeros(cluster.ranks)
         for name, layout in candidate.layouts.items():
-            if not cluster.within_nodes(layout.ranks, layout.tp * layout.cp):
+            if not cluster.within_nodes(layout.ranks, layout.neighbours):
                 return False
             again = candidate.recompute.get(name)
             if not given.allows(name, layout.tp, int(again is not None and not given.recompute)):

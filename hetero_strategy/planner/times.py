@@ -252,7 +252,7 @@ def block_lines(
     goes through all matmuls, too, to what trains in the first block with something that does, such as an embedding, if
     no matmul's weight trains there.
     """
-    device, tp, ranks = cluster.device, layout.tp, layout.tp * layout.cp
+    device, tp, ranks = cluster.device, layout.tp, layout.neighbours
     peak = device.peak(precision.compute) * ranks
     matmul, attention = peak * device.matmul, peak * device.attention
     moved = np.broadcast_to(shape.moved, shape.blocks) * precision.compute / device.memory_bandwidth / ranks
@@ -298,7 +298,7 @@ def _measured_blocks(
     collectives, keys = rank_collectives(shape, layout, cluster, precision)
     found: list[tuple[Line, ...]] = []
     for block in measured[known]:
-        forward, whole, into, own = (line.shared(tp * layout.cp / known) for line in block)
+        forward, whole, into, own = (line.shared(layout.neighbours / known) for line in block)
         waited = exposed(collectives.per_row, forward.per_row, tp) if overlap.tp else collectives.per_row
         moving = collectives._replace(per_row=waited).plus(keys)
         step = forward.plus(moving)

@@ -214,7 +214,7 @@ class Variants:
         layouts, ways = candidate.layouts, []
         for names in [[*layouts]] if any(moved(self._evaluator.shape, layouts)) else [[name] for name in layouts]:
             one = layouts[names[0]]
-            dp = len(one.ranks) // (one.tp * one.cp * one.pp)
+            dp = len(one.ranks) // (one.neighbours * one.pp)
             for n in divisors(dp):
                 other = {name: replace(layouts[name], dp_replicate=dp // n, dp_shard=n) for name in names}
                 ways.append(replace(candidate, layouts={**layouts, **other}))
@@ -246,9 +246,7 @@ class Variants:
         sizes, cluster = [*map(len, groups)], self._evaluator.cluster
         if len(cluster.pools) > 1 or [*chain(*groups)] != [*range(sum(sizes))]:
             return []
-        least = [
-            lcm(*(asked[name].tp * asked[name].cp * asked[name].pp for name in names)) for names in groups.values()
-        ]
+        least = [lcm(*(asked[name].neighbours * asked[name].pp for name in names)) for names in groups.values()]
         ways = []
         for i, j in product(range(len(sizes)), repeat=2):
             step = lcm(least[i], least[j])
@@ -309,6 +307,4 @@ def _reduced(layout: ModuleLayout) -> bool:
 
 def _sharded(layout: ModuleLayout, ranks: Sequence[int]) -> ModuleLayout:
     """On other ranks, with the same stages and shards alone."""
-    return replace(
-        layout, ranks=tuple(ranks), dp_replicate=1, dp_shard=len(ranks) // (layout.tp * layout.cp * layout.pp)
-    )
+    return replace(layout, ranks=tuple(ranks), dp_replicate=1, dp_shard=len(ranks) // (layout.neighbours * layout.pp))

@@ -94,7 +94,7 @@ def blueprint(
                 gathered.add(node)
             elif stage.last_stage and (chosen[name].shards > 1 or (casts and chosen[name].dp > 1)):
                 _check_kept(name, module, storage)
-        ranks, waits = chosen[name].tp * chosen[name].cp, scheduling.tp_bubbles.get(name, 0.0)
+        ranks, waits = chosen[name].neighbours, scheduling.tp_bubbles.get(name, 0.0)
         lines = _costs(module, split, again.get(name, 0.0), ranks, waits)
         costs |= {StageId(name, i): cost for i, cost in enumerate(lines)}
     islands = islands_of(chosen, next(iter(model.language_models())), scheduling.islands)

@@ -136,7 +136,7 @@ def _check(name: str, executor: Executor) -> None:
     refusal, layout = f"HeteroStrategy: cache names '{name}'", executor.placement.layouts[name]
     if not isinstance(module, Encoder):
         raise ConfigError(f"{refusal}, a {type(module).__name__}; only rows of an Encoder's backbone can be kept")
-    if layout.tp * layout.cp > 1:
+    if layout.neighbours > 1:
         raise ConfigError(
             f"{refusal}, which has tp={layout.tp} cp={layout.cp}: ranks of an instance would have to agree on what each"
             f" of them finds; use tp=1 and dp_shard, or leave '{name}' out"
