@@ -303,7 +303,7 @@ def _shares(
         parameter.value = value[np.arange(CHUNK) % count]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Solution may be inaccurate")  # shares are rounded anyway
-        program.solve(solver="CLARABEL")
+        program.solve(solver="CLARABEL", warm_start=False)  # else bits depend on what was solved before
     return share.value[:count]
 
 

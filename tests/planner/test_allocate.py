@@ -48,6 +48,17 @@ def test_a_grid_finds_nothing_better() -> None:
         assert one.seconds == pytest.approx(best, rel=2e-3)
 
 
+def test_an_allocation_does_not_depend_on_those_before_it() -> None:
+    """Bit by bit, although a program is compiled once."""
+    rng, ends = np.random.default_rng(0), (np.full((5, 2), 0.05), np.ones((5, 2)))
+    problems = [(rng.uniform(0.1, 3, (5, 2)), rng.uniform(0.1, 9, (5, 2))) for _ in range(4)]
+    orders = []
+    for order in (problems, problems[::-1]):
+        allocation._program.cache_clear()
+        orders.append([allocation._shares((((0, 1), 1.0),), *costs, *ends) for costs in order])
+    np.testing.assert_array_equal(orders[0], orders[1][::-1])
+
+
 @pytest.mark.parametrize("within", [1.0, 1.1])
 def test_choices_that_are_not_solved_would_not_be_better(within: float, monkeypatch: pytest.MonkeyPatch) -> None:
     made, all_partitions = estimates(), list(partitions(["vision", "llm"]))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.context import ROW_ALIGNMENT
 from hetero_strategy.planner.evaluate import Candidate, Evaluator
@@ -47,6 +48,31 @@ def test_steps_that_are_simulated_alike_are_simulated_once(monkeypatch: pytest.M
         evaluator.seconds(other)
         assert made.call_count == 2 * count
     assert found == [Evaluator(model(), cluster(8), given).seconds(one) for one in candidates]
+
+
+def test_seconds_do_not_depend_on_what_was_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of long steps, too, which are cut after fewer samples the more microbatches they have."""
+    monkeypatch.setattr("hetero_strategy.planner.short.MOST_FORWARDS", 8)
+    rng, shape = np.random.default_rng(0), model((2, 128), (4, 256))
+    llms = [ModuleLayout(8, pp=2, dp_shard=4), ModuleLayout(8, pp=2, tp=2), ModuleLayout(8, pp=2, cp=2, dp_shard=2)]
+    llms.append(replace(llms[0], vpp=2, pp_style="v"))
+    encoders = [ModuleLayout(8, dp_shard=8), ModuleLayout(8, tp=2, dp_shard=2, dp_replicate=2), ModuleLayout(4)]
+
+    def drawn() -> Candidate:
+        llm = llms[rng.integers(len(llms))]
+        return Candidate(
+            {"vision": encoders[rng.integers(len(encoders))], "llm": llm},
+            schedule="zbv" if llm.vpp > 1 else ("1f1b", "zb_h1")[rng.integers(2)],
+            recompute={"llm": Recompute(int(rng.integers(1, 3)))},
+            fill=("none", "fine", "decoupled")[rng.integers(3)],
+        )
+
+    candidates = [replace(one, microbatches=n) for one in (drawn() for _ in range(8)) for n in (4, 12, 24)]
+    found = []
+    for order in (range(len(candidates)), reversed(range(len(candidates)))):
+        evaluator = Evaluator(shape, cluster(8), [batch(24)])
+        found.append(dict(sorted((i, evaluator.seconds(candidates[i])) for i in order)))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
