@@ -43,6 +43,11 @@ class Sharding(NamedTuple):
 
 
 NO_SHARDING = Sharding()
+NARROW, DIVIDED = 558.0, 203.0
+"""Widths at which matmuls take twice as long per FLOP: of a block's rows, and of the columns that each tensor-parallel
+rank has of them. Fitted to two published rows for H100 whose widths are not those of the calibrated one: Megatron-LM's
+1.7B (2048, undivided) and torchtitan's 8B with tensor parallelism of 8 (4096 / 8). All other rows of
+``benchmarks.published`` are predictions, those for A100 among them."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +58,13 @@ class Device:
         flops: most dense FLOP/s in numbers of 2 bytes.
         memory: bytes.
         memory_bandwidth: bytes per second.
-        matmul: share of ``flops`` that matrix products of a model's sizes reach.
+        matmul: share of ``flops`` that matrix products reach, of a model of the sizes ``calibrated``.
         attention: share of ``flops`` that attention reaches.
         launch: seconds of a block's forward that do not shrink with its rows: kernels begin and end.
         source: where the figures are from.
         sharding: what sharded parameters take besides collectives; measured on processors only.
         flops_fp32: most FLOP/s in wider numbers, without TF32; 0: the same.
+        calibrated: width of a model's rows, and degree of tensor parallelism; None: ``matmul`` holds for all sizes.
     """
 
     name: str
@@ -71,6 +77,17 @@ class Device:
     source: str = ""
     sharding: Sharding = NO_SHARDING
     flops_fp32: float = 0.0
+    calibrated: tuple[int, int] | None = None
+
+    def matmul_share(self, width: int, tp: int) -> float:
+        """Share of the peak that matrix products of rows of some width reach on a tensor-parallel rank.
+
+        Per FLOP they take ``(1 + NARROW / width) * (1 + DIVIDED * tp / width)`` times as long as the widest.
+        """
+        if self.calibrated is None:
+            return self.matmul
+        here, there = ((1 + NARROW / k) * (1 + DIVIDED * n / k) for k, n in ((width, tp), self.calibrated))
+        return min(1.0, self.matmul * there / here)
 
     def peak(self, width: int) -> float:
         """Most FLOP/s in numbers of so many bytes."""

@@ -1,7 +1,8 @@
 """What known devices and links can do: plain data with sources, and the clusters that are built of them.
 
 Peaks are dense bf16 FLOP/s (in fp32 :data:`FP32`) and links are bytes per second into one rank and out of it, as in
-datasheets. What is reached of them is one share per device for matmuls, one for attention, and one for all links.
+datasheets. What is reached of them is one share per device for matmuls of the calibrated width, from which shares of
+other widths follow (:meth:`Device.matmul_share`), one for attention, and one for all links.
 Shares of attention and links are published measurements of kernels and collectives. A device's best matmul is published
 too (MAMF, github.com/stas00/ml-engineering: 0.803 of an H100's peak, 0.869 of an A100's), but the matmuls of a model in
 a long run are slower, so their share is calibrated on one published training run per architecture, and all others
@@ -21,10 +22,10 @@ from hetero_strategy.errors import ConfigError, hint, is_whole
 from hetero_strategy.planner.cluster import Cluster, Device, NodePool
 from hetero_strategy.simulator.links import Links
 
-HOPPER = (0.504, 0.35)
+HOPPER: Mapping[str, Any] = {"matmul": 0.504, "attention": 0.35, "calibrated": (4096, 2)}
 """Shares of matmuls and attention: calibrated on the 7.1B row of Megatron-LM's table for H100 (465.9
 TFLOP/s); FlashAttention-2 on an H100 (arXiv:2407.08608, abstract)."""
-AMPERE = (0.612, 0.6)
+AMPERE: Mapping[str, Any] = {"matmul": 0.612, "attention": 0.6, "calibrated": (12288, 8)}
 """Shares of matmuls and attention: calibrated on the 175B row of Megatron-LM's table for A100
 (arXiv:2205.05198, table 5: 13.75 s); FlashAttention-2 on an A100 reaches 0.5 to 0.73 (arXiv:2307.08691)."""
 LINK_SHARE = 0.82
@@ -47,19 +48,25 @@ FP32 = {
 DEVICES: Mapping[str, Device] = {
     device.name: replace(device, flops_fp32=FP32.get(device.name, 0.0))
     for device in (
-        Device("a40", 149.7e12, 48e9, 696e9, *AMPERE, BLOCK_LAUNCH, "NVIDIA A40 datasheet; shares of an a100"),
-        Device("a100", 312e12, 80e9, 2.039e12, *AMPERE, BLOCK_LAUNCH, "NVIDIA A100 80GB SXM datasheet"),
-        Device("a800", 312e12, 80e9, 2.039e12, *AMPERE, BLOCK_LAUNCH, "an a100 with fewer NVLinks"),
-        Device("h100", 989e12, 80e9, 3.35e12, *HOPPER, BLOCK_LAUNCH, "NVIDIA H100 SXM datasheet"),
-        Device("h800", 989e12, 80e9, 3.35e12, *HOPPER, BLOCK_LAUNCH, "an h100 with fewer NVLinks"),
-        Device("h200", 989e12, 141e9, 4.8e12, *HOPPER, BLOCK_LAUNCH, "NVIDIA H200 SXM datasheet; shares of an h100"),
         Device(
-            "b200", 2250e12, 180e9, 8e12, *HOPPER, BLOCK_LAUNCH,
-            "NVIDIA DGX B200 datasheet (1,440 GB and 64 TB/s of 8); shares of an h100, not checked",
+            "a40", 149.7e12, 48e9, 696e9, launch=BLOCK_LAUNCH, **AMPERE,
+            source="NVIDIA A40 datasheet; shares of an a100",
+        ),
+        Device("a100", 312e12, 80e9, 2.039e12, launch=BLOCK_LAUNCH, source="NVIDIA A100 80GB SXM datasheet", **AMPERE),
+        Device("a800", 312e12, 80e9, 2.039e12, launch=BLOCK_LAUNCH, source="an a100 with fewer NVLinks", **AMPERE),
+        Device("h100", 989e12, 80e9, 3.35e12, launch=BLOCK_LAUNCH, source="NVIDIA H100 SXM datasheet", **HOPPER),
+        Device("h800", 989e12, 80e9, 3.35e12, launch=BLOCK_LAUNCH, source="an h100 with fewer NVLinks", **HOPPER),
+        Device(
+            "h200", 989e12, 141e9, 4.8e12, launch=BLOCK_LAUNCH, **HOPPER,
+            source="NVIDIA H200 SXM datasheet; shares of an h100",
         ),
         Device(
-            "gb200", 2500e12, 186e9, 8e12, *HOPPER, BLOCK_LAUNCH,
-            "NVIDIA GB200 NVL72 datasheet (13.4 TB and 576 TB/s of 72); shares of an h100, not checked",
+            "b200", 2250e12, 180e9, 8e12, launch=BLOCK_LAUNCH, **HOPPER,
+            source="NVIDIA DGX B200 datasheet (1,440 GB and 64 TB/s of 8); shares of an h100, not checked",
+        ),
+        Device(
+            "gb200", 2500e12, 186e9, 8e12, launch=BLOCK_LAUNCH, **HOPPER,
+            source="NVIDIA GB200 NVL72 datasheet (13.4 TB and 576 TB/s of 72); shares of an h100, not checked",
         ),
         Device(
             "cpu", 80e9, 4e9, 10e9, 0.7, 0.2, 2e-4,
@@ -97,7 +104,7 @@ NODES: Mapping[str, tuple[int, str, str]] = {
 }
 """What a device comes in: ranks of a node, links inside it and to other nodes."""
 
-_DEVICE_FIELDS = tuple(f.name for f in fields(Device) if f.name not in ("name", "source", "sharding"))
+_DEVICE_FIELDS = tuple(f.name for f in fields(Device) if f.name not in ("name", "source", "sharding", "calibrated"))
 _FIGURES = (*_DEVICE_FIELDS, *(f"{where}_{f.name}" for where in ("within", "across") for f in fields(Links)))
 _FIELDS = ("device", "nodes", "ranks_per_node", "network", "within", "cores_per_node", *_FIGURES)
 

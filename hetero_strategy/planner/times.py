@@ -254,7 +254,7 @@ def block_lines(
     """
     device, tp, ranks = cluster.device, layout.tp, layout.neighbours
     peak = device.peak(precision.compute) * ranks
-    matmul, attention = peak * device.matmul, peak * device.attention
+    matmul, attention = peak * device.matmul_share(shape.width, tp), peak * device.attention
     moved = np.broadcast_to(shape.moved, shape.blocks) * precision.compute / device.memory_bandwidth / ranks
     collectives, keys = rank_collectives(shape, layout, cluster, precision)
     given = shape.per_row, shape.per_pair, moved, shape.trained_share, shape.trained > 0

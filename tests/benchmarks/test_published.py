@@ -1,4 +1,7 @@
-"""Published figures against predictions, within errors that were found (rounded up): a change that hurts is seen."""
+"""Published figures against predictions, within errors that were found (rounded up): a change that hurts is seen.
+
+Megatron-LM's 1.7B and torchtitan's 8B with tensor parallelism are what the loss of narrow matmuls was fitted to.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +30,18 @@ def test_megatron_on_h100() -> None:
     (calibrated,) = (r for r in results if r.calibrated)
     assert calibrated.error < 0.01
     assert summary(results)["median"] < 0.04
-    assert summary(results)["worst"] < 0.11
+    assert summary(results)["worst"] < 0.04
 
 
 def test_megatron_on_a100() -> None:
     results = published.megatron_a100([r for r in A100 if r.gpus <= 64])
     assert [r.error < 0.01 for r in results if r.calibrated] == [True]
-    assert summary(results)["worst"] < 0.18
+    assert summary(results)["worst"] < 0.05
 
 
 def test_torchtitan() -> None:
     fsdp = published.torchtitan(TITAN[:1])
-    assert summary(fsdp)["worst"] < 0.04
+    assert summary(fsdp)["worst"] < 0.07
 
 
 def test_a_slower_prediction_has_a_ratio_below_one() -> None:

@@ -70,6 +70,17 @@ def test_wide_numbers_have_a_peak_of_their_own() -> None:
     assert wide.per_row > 10 * narrow.per_row
 
 
+def test_narrow_matmuls_reach_less_and_divided_ones_less_again() -> None:
+    """As published: a model of width 2048 loses 11% to one of 4096, tensor parallelism of 8 a quarter."""
+    device = DEVICES["h100"]
+    assert device.matmul_share(4096, 2) == device.matmul == pytest.approx(0.504)
+    narrow, divided, wide = (device.matmul_share(*sizes) for sizes in ((2048, 1), (4096, 8), (18432, 8)))
+    assert narrow == pytest.approx(0.45, abs=0.01) and divided == pytest.approx(0.395, abs=0.01)
+    assert 0.504 < wide < 0.57
+    assert DEVICES["cpu"].matmul_share(64, 4) == DEVICES["cpu"].matmul
+    assert replace(device, matmul=1.0).matmul_share(18432, 1) == 1.0
+
+
 def test_a_cluster_has_what_was_asked_for() -> None:
     found = cluster("h100", 16)
     assert (found.ranks, found.ranks_per_node, found.device.flops) == (128, 8, 989e12)
