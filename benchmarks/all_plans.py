@@ -98,7 +98,11 @@ def _settled(
         for every in product(*(range(1, 1 + min(4, blocks[m])) if m in again else [0] for m in MODULES)):
             recompute = {m: Recompute(n) for m, n in zip(MODULES, every, strict=True) if n}
             given = {m: way._replace(recomputed=n, whole=whole) for m, way, n in zip(MODULES, ways, every, strict=True)}
-            held = [estimates.bytes(m, way, count) for m, way in given.items()]
+            held = []
+            for m, way in given.items():
+                beside = given if together else {m: way}
+                ahead = estimates.ahead_of(m, beside, count, not estimates.feeds(m) <= beside.keys())
+                held.append(estimates.bytes(m, way, count, ahead))
             if (sum(held) if together else max(held)) > estimates.memory:
                 continue
             tried[whole].append(again)

@@ -17,13 +17,16 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster
 from hetero_strategy.planner.given import Given
+from hetero_strategy.planner.memory import CUDA
 from hetero_strategy.planner.partition import split
-from hetero_strategy.planner.shape import KEPT, ModelShape, ModuleShape
+from hetero_strategy.planner.shape import ModelShape, ModuleShape
 from hetero_strategy.planner.space import Degrees, contexts
 from hetero_strategy.planner.times import ModuleSeconds, Precision, module_times, synchronization
 
 EVERY = (1, 2, 3, 4)
 """Of so many blocks of a module one may run again."""
+BACKWARD = 1.3
+"""What a block's backward holds at its peak, over what the block keeps for it: gradients come on top."""
 MEMORY_SHARE = 0.92
 """Part of a device's memory that a plan may use; the rest is for the driver, other libraries and gaps."""
 
@@ -80,6 +83,7 @@ class Estimates:
         """Activations that blocks keep over those of the formula; what measures them says it."""
         self._states = 3 + (given.accumulated > 1)
         """Numbers per parameter that trains: itself, Adam's two, and a gradient of the batches before."""
+        self._allocated = 1.0 if cluster.device.name == "cpu" else 1 + CUDA.margin
         self._fed = shape.fed_by_trainable()
         self._sizes = {name: _sizes(shape.modules[name], name, batches) for name in shape.modules}
         modules = shape.modules.items()
@@ -201,7 +205,17 @@ class Estimates:
     def held(self, module: str, degrees: Degrees) -> float:
         """Bytes per rank of parameters, gradients and Adam's states; what a rank holds is not less."""
         parameters, trained, _ = self._numbers(module, degrees)
-        return self.holds(parameters, trained, degrees)
+        return self.holds(parameters, trained, degrees) + (0.0 if degrees.once else self._passing(module, degrees))
+
+    def _passing(self, module: str, degrees: Degrees) -> float:
+        """Bytes of whole parameters while a block computes, of those that are gathered with every microbatch: two
+        blocks and what lies around them, with the gradients that a backward makes of one block, once more as they are
+        summed, and of what lies around.
+        """
+        stored, size = self._shape.modules[module].stored.sum(axis=3) / degrees.tp, self._precision
+        block, around = stored[:, 0].max(axis=0), stored[:, 1].sum(axis=0)
+        gathered = size.compute * float((2 * block + around).sum())
+        return gathered + float(size.compute * (block + around)[1] + size.master * block[1])
 
     def holds(self, parameters: float, trained: float, degrees: Degrees) -> float:
         """Likewise of so many parameters of one tensor-parallel and pipeline rank, its shards together."""
@@ -233,22 +247,47 @@ class Estimates:
         parameters, trained = map(float, self._totals[module, degrees.pp > 1])
         return parameters / parts, trained / parts, self._shape.modules[module].blocks / degrees.pp
 
-    def activations(self, module: str, degrees: Degrees, microbatches: int) -> float:
+    def activations(self, module: str, degrees: Degrees, microbatches: int, held: int = 1) -> float:
         """Bytes per rank that backward needs: one microbatch of all blocks, since a pipeline of n ranks holds n; of its
-        own blocks where they run again as a whole.
-        """
-        shape = self._shape.modules[module]
-        rows = self._sizes[module].rows / (degrees.dp * microbatches)
-        how = self.given.recomputed(module, degrees.recomputed * shape.has_blocks)
-        parts = degrees.tp * (degrees.pp if how is not None and how.whole else 1)
-        saved = self.kept * self._saved[module, degrees.recomputed]
-        whole = shape.keys / (KEPT * shape.width)  # of what a block keeps: keys and values of all rows
-        share = 1.0 if degrees.cp == 1 else whole + (1 - whole) / degrees.cp
-        return saved * share * rows * self._precision.compute / parts
+        own blocks where they run again as a whole. Of one block there is all that its backward makes.
 
-    def bytes(self, module: str, degrees: Degrees, microbatches: int) -> float:
-        """:meth:`held` and :meth:`activations`."""
-        return self.held(module, degrees) + self.activations(module, degrees, microbatches)
+        Args:
+            held: microbatches of which a rank has them at a time, see :meth:`ahead_of`.
+        """
+        shape, tp = self._shape.modules[module], degrees.tp
+        uneven = self.unevenness(module, degrees.dp, microbatches)
+        rows = self._sizes[module].rows * uneven / (degrees.dp * microbatches)
+        how = self.given.recomputed(module, degrees.recomputed * shape.has_blocks)
+        left = np.array([1 / tp, 1 / shape.row_parts[tp], 1.0])
+        saved, block = self._saved[module, degrees.recomputed] * left, shape.of_block * left
+        stages = degrees.pp if how is not None and how.whole else 1
+        numbers = held * float(saved.sum()) / stages + (BACKWARD * block - saved / shape.blocks).clip(0.0).sum()
+        if degrees.cp > 1:  # keys and values of all other rows, their gradients, and both once more where they arrive
+            kept = float(saved.sum() / (block.sum() * stages)) + 3
+            numbers += kept * shape.keys / tp * (degrees.cp - 0.5)
+        return self.kept * float(numbers) * rows / degrees.cp * self._precision.compute
+
+    def bytes(self, module: str, degrees: Degrees, microbatches: int, held: int = 1) -> float:
+        """:meth:`held` and :meth:`activations`, with what the allocator cannot use."""
+        return self._allocated * (self.held(module, degrees) + self.activations(module, degrees, microbatches, held))
+
+    def ahead_of(
+        self, module: str, ways: Mapping[str, Degrees | ModuleLayout], microbatches: int, apart: bool = False
+    ) -> int:
+        """Microbatches of which a module holds activations at a time, if it runs in turns with what it feeds: one more
+        than a pipeline that it feeds is deep, and another one where it does not wait for that one's ranks.
+
+        Args:
+            ways: of all that are looked at together.
+            apart: what it feeds has other ranks.
+        """
+        deepest = max((ways[fed].pp for fed in self.feeds(module) if fed in ways), default=1)
+        ahead = ways[module].pp == 1 and (apart or deepest > 1)
+        return min(microbatches, deepest + 1 + apart) if ahead else 1
+
+    def feeds(self, module: str) -> set[str]:
+        """Modules that take its rows."""
+        return {target for source, target in self._shape.edges if source == module}
 
     def fitting(self, module: str, degrees: Degrees, microbatches: int) -> Degrees | None:
         """These degrees, recomputed if the activations would not fit otherwise; None: they do not even then."""

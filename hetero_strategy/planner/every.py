@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from itertools import product
 from math import inf
 from typing import Any, NamedTuple
@@ -65,6 +65,8 @@ class _Times(NamedTuple):
     through: Float64[np.ndarray, "recomputed ways"]
     bytes: Float64[np.ndarray, "recomputed ways"]
     """Infinite where a run would refuse it."""
+    more: Float64[np.ndarray, "recomputed ways"]
+    """Bytes of each further microbatch that is held."""
 
 
 class Layouts:
@@ -180,27 +182,49 @@ class Layouts:
         again = (0, *(n for n in self._again if module.has_blocks and n <= module.blocks))
         ways = [[d._replace(recomputed=n, whole=whole) for d in degrees] for n in again]
         allowed = np.array([[e.given.allows(name, d.tp, d.recomputed) for d in row] for row in ways])
-        later, through, size = (
-            np.array([[f(name, d, microbatches) for d in row] for row in ways]) for f in (e.later, e.through, e.bytes)
+        later, through, size, two = (
+            np.array([[f(name, d, microbatches) for d in row] for row in ways])
+            for f in (e.later, e.through, e.bytes, partial(e.bytes, held=2))
         )
-        return _Times(later, through, np.where(allowed, size, inf))
+        return _Times(later, through, np.where(allowed, size, inf), two - size)
 
     def _seconds(
         self, group: tuple[str, ...], e: Estimates, ranks: int, microbatches: int, whole: bool, alone: bool
     ) -> tuple[Float64[np.ndarray, "..."], Float64[np.ndarray, "..."]]:
         """Of a group: later and through, infinite where it does not fit into memory."""
         times = [self._times(name, e, ranks, microbatches, whole) for name in group]
+        further = self._further(group, e, ranks, microbatches)
         best = later = np.full([t.through.shape[1] for t in times], inf)
         for again in product(*(range(len(t.through)) for t in times)):
             parts = [_Times(*(n[i] for n in t)) for t, i in zip(times, again, strict=True)]
             through = _outer(np.add, [part.through for part in parts])
-            better = (_outer(np.add, [part.bytes for part in parts]) <= e.memory) & (through < best)
+            size = _outer(np.add, [part.bytes for part in parts])
+            for i, part in enumerate(parts):
+                size = size + self._along(part.more, i, group) * further[i]
+            better = (size <= e.memory) & (through < best)
             if better.any():
                 busy = _outer(np.add, [part.later for part in parts]) - self._filled(group, e, ranks, parts, alone)
                 best, later = np.where(better, through, best), np.where(better, busy, later)
             if better.all() and not any(again):
                 break
         return later, best
+
+    @staticmethod
+    def _along(values: np.ndarray, i: int, group: Sequence[str]) -> np.ndarray:
+        """Values of one module's options, for every combination with those of the others."""
+        return values.reshape([-1 if i == axis else 1 for axis in range(len(group))])
+
+    def _further(self, group: Sequence[str], e: Estimates, ranks: int, microbatches: int) -> list[np.ndarray]:
+        """Microbatches that each module holds besides one, see :meth:`Estimates.ahead_of`."""
+        found, pp = [], [self._along(self._options(name, e, ranks).pp, i, group) for i, name in enumerate(group)]
+        for i, name in enumerate(group):
+            fed = e.feeds(name)
+            apart, deepest = not fed <= {*group}, np.ones([1] * len(group), np.int64)
+            for other in fed & {*group}:
+                deepest = np.maximum(deepest, pp[group.index(other)])
+            ahead = (pp[i] == 1) & (apart | (deepest > 1))
+            found.append(np.where(ahead, np.minimum(microbatches, deepest + 1 + apart) - 1, 0))
+        return found
 
     def _filled(
         self, group: tuple[str, ...], e: Estimates, ranks: int, parts: Sequence[_Times], alone: bool
@@ -210,10 +234,7 @@ class Layouts:
         if self._language_model not in group:
             return np.zeros(shape)
         options, lm = [self._options(name, e, ranks) for name in group], group.index(self._language_model)
-
-        def along(values: np.ndarray, i: int) -> np.ndarray:
-            return values.reshape([-1 if i == axis else 1 for axis in range(len(group))])
-
+        along = partial(self._along, group=group)
         bubbles = along(parts[lm].through * (1 - 1 / options[lm].pp), lm)
         room = along(options[lm].tp * options[lm].dp, lm)
         others = [

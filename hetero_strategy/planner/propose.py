@@ -220,7 +220,9 @@ class Proposer:
         busy, through = [], []
         for group, given in zip(partition, placed, strict=True):
             e = self._estimates.on(given)
-            fits = self._recomputed(e, {name: chosen[name] for name in group}, microbatches)
+            own = {name: chosen[name] for name in group}
+            held = {name: e.ahead_of(name, own, microbatches, not e.feeds(name) <= own.keys()) for name in group}
+            fits = self._recomputed(e, own, microbatches, held)
             if fits is None:
                 return None
             fitting |= fits
@@ -244,9 +246,14 @@ class Proposer:
         others = (name for name in group if name not in self._shape.samplewise)
         return min(bubbles, sum(busy[name] for name in others if group[name].tp <= pipeline.neighbours * pipeline.dp))
 
-    def _recomputed(self, e: Estimates, group: dict[str, Degrees], microbatches: int) -> dict[str, Degrees] | None:
+    def _recomputed(
+        self, e: Estimates, group: dict[str, Degrees], microbatches: int, held: Mapping[str, int]
+    ) -> dict[str, Degrees] | None:
         """Recompute those modules that share ranks until they fit for which it takes least; None: not even all do, or a
         run would refuse it.
+
+        Args:
+            held: microbatches whose activations each holds.
         """
 
         modules = self._shape.modules
@@ -255,7 +262,7 @@ class Proposer:
             """That a run takes, and the bytes of each."""
             each = (group[name]._replace(recomputed=n) for n in recomputed)
             allowed = (way for way in each if e.given.allows(name, way.tp, way.recomputed))
-            return [(name, way, e.bytes(name, way, microbatches)) for way in allowed]
+            return [(name, way, e.bytes(name, way, microbatches, held[name])) for way in allowed]
 
         least = {name: ways(name, (0,)) for name in group}
         if all(least.values()) and sum(size for ((_, _, size),) in least.values()) <= e.memory:

@@ -245,17 +245,25 @@ class Planner:
         it.
         """
         cluster, given = self.evaluator.cluster, self.estimates.given
-        needed = np.zeros(cluster.ranks)
         for name, layout in candidate.layouts.items():
             if not cluster.within_nodes(layout.ranks, layout.neighbours):
                 return False
             again = candidate.recompute.get(name)
             if not given.allows(name, layout.tp, int(again is not None and not given.recompute)):
                 return False
+        return bool((self.needed(candidate) <= self.room).all())
+
+    def needed(self, candidate: Candidate) -> Float64[np.ndarray, "ranks"]:
+        """Bytes on every rank by the formula."""
+        needed = np.zeros(self.evaluator.cluster.ranks)
+        for name, layout in candidate.layouts.items():
+            again = candidate.recompute.get(name)
             whole = candidate.reshard_after_forward == "never"
             degrees = Degrees.of(layout, 0 if again is None else again.every, whole)
-            needed[[*layout.ranks]] += self.estimates.on(layout.ranks).bytes(name, degrees, candidate.microbatches)
-        return bool((needed <= self.room).all())
+            e, count, of = self.estimates.on(layout.ranks), candidate.microbatches, candidate.layouts
+            apart = any({*of[fed].ranks} != {*layout.ranks} for fed in e.feeds(name))
+            needed[[*layout.ranks]] += e.bytes(name, degrees, count, e.ahead_of(name, of, count, apart))
+        return needed
 
     @property
     def room(self) -> Float64[np.ndarray, "ranks"]:

@@ -22,8 +22,11 @@ from hetero_strategy.schedule.action import StageId
 LENGTHS = (64, 128)
 """Lengths of the sequences from whose FLOPs the linear and the quadratic part follow."""
 LARGEST_TP = 64
-KEPT = 17.0
-"""Rows that a block keeps for its backward, of each row that it takes; see :meth:`ModuleShape.saved`."""
+KEPT = (12.0, 3.0, 2.0)
+"""Numbers that a block of unknown layers keeps for its backward, over the width of each row that it takes, by what
+tensor parallelism makes of them: inside its columns, which it divides; rows between them; inputs of columns, which
+every rank has whole. Their sum is that of Korthikanti et al. (arXiv:2205.05198, section 4.1): 34 bytes where numbers
+have 2, with flash attention."""
 RESIDUAL_MOVES = 4
 """Times that a block's two residual sums read or write a row of its width."""
 LOSS_MOVES = 7
@@ -77,6 +80,8 @@ class ModuleShape:
     """What they share, as ``stored`` counts it in both."""
     tp_compiles: bool = True
     """Whether torch's compiler takes its tensor-parallel layers."""
+    kept: Float64[np.ndarray, "kinds=3"] = field(default_factory=lambda: np.zeros(3))
+    """Numbers per row that a block keeps for its backward, by the kinds of :data:`KEPT`; nothing: as that says."""
     keys: int = 0
     """Numbers per row that a block gathers over context-parallel ranks, see :attr:`Adapter.context_width`."""
 
@@ -99,18 +104,26 @@ class ModuleShape:
         """What of :attr:`stored` is one parameter in a stage with both ends."""
         return self.twice * (first == 0 and last == self.blocks)
 
-    def saved(self, recompute: Recompute | None = None, offload: Offload | None = None) -> float:
-        """Numbers per row that autograd keeps on the device for the backward of all blocks.
+    @property
+    def of_block(self) -> Float64[np.ndarray, "kinds=3"]:
+        """Numbers per row that a block keeps which does not run again, by the kinds of :data:`KEPT`."""
+        return self.kept if self.kept.any() else np.array(KEPT) * self.width
 
-        :data:`KEPT` times the width in a block with flash attention (Korthikanti et al., arXiv:2205.05198, section 4.1:
-        34 bytes where numbers have 2), the block's input alone where it is recomputed, with what matmuls and attention
-        make of it (3 + 1 + 1 + 4 + 1) where that is kept. Of blocks in host memory one is on its way.
+    def saved(
+        self, recompute: Recompute | None = None, offload: Offload | None = None
+    ) -> Float64[np.ndarray, "kinds=3"]:
+        """Numbers per row that autograd keeps on the device for the backward of all blocks, by the kinds of
+        :data:`KEPT`.
+
+        The block's input alone where it is recomputed, with what matmuls and attention make of it (3 + 1 + 1 + 4 + 1 of
+        17) where that is kept. Of blocks in host memory one is on its way.
         """
-        kept, number = np.full(self.blocks, KEPT), np.arange(self.blocks)
+        kept, number = np.tile(self.of_block, (self.blocks, 1)), np.arange(self.blocks)
         if recompute is not None and not recompute.whole:
-            kept[number % recompute.every == 0] = 11.0 if recompute.keeps_matmuls else 1.0
+            again = number % recompute.every == 0
+            kept[again] = self.of_block * 11 / 17 if recompute.keeps_matmuls else np.array([0.0, self.width, 0.0])
         away = number % offload.every == 0 if offload is not None else np.zeros(self.blocks, bool)
-        return float(kept[~away].sum() + kept[away].max(initial=0.0)) * self.width
+        return np.asarray(kept[~away].sum(axis=0) + kept[away].max(axis=0, initial=0.0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,6 +195,7 @@ def _module(module: Adapter) -> ModuleShape:
         samplewise=module.kind.samplewise,
         moved=_moved(module, stages, [*module.blocks().values()]),
         stored=stored,
+        kept=_kept([*module.blocks().values()][-1:], int(module.hidden_width if blocks else module.width)),
         largest=np.array([max((p.numel() for p in s.parameters() if p.requires_grad), default=0) for s in stages]),
         buffers=max(sum(b.nbytes for b in s.buffers()) for s in stages),
         cuttable=not in_no_stage(module),
@@ -190,6 +204,23 @@ def _module(module: Adapter) -> ModuleShape:
         tp_compiles=module.tp_compiles,
         keys=module.context_width * (module.context_parallel and getattr(module, "before", None) is None),
     )
+
+
+def _kept(blocks: Sequence[nn.Module], width: int) -> Float64[np.ndarray, "kinds=3"]:
+    """What a block keeps, by the kinds of :data:`KEPT`: of every matmul the wider of what comes in and goes out, and
+    what a gate makes of two of them; its own rows, and those that its norms make in fp32 (``RMSNorm``), or not
+    (``LayerNorm``); what its two columns take. Within 2% of what ``profiling.activations`` measures of a SigLIP and a
+    Llama; nothing where there are no blocks or other layers.
+    """
+    linears = [m for block in blocks for m in block.modules() if isinstance(m, nn.Linear)]
+    if not linears:
+        return np.zeros(3)
+    widest = max(m.out_features for m in linears)
+    gates = [m for m in linears if m.out_features == widest > m.in_features][1:]
+    norms = [type(m).__name__ for block in blocks for m in block.modules() if type(m).__name__.endswith("Norm")]
+    inside = sum(max(m.in_features, m.out_features) for m in linears) + sum(m.out_features for m in gates)
+    between = sum(width * (4 if "RMS" in name else 1) for name in norms)
+    return np.array([inside, between, 2 * width], np.float64)
 
 
 def _moved(module: Adapter, stages: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> Float64[np.ndarray, "stages"]:

@@ -68,7 +68,7 @@ def test_a_plan_that_fits_with_offload_alone_is_found_and_refused_without(recomp
     assert best.seconds == planner(plain).evaluator.seconds(by_hand)
     assert all(one.host > 0 and one.offload == "all" for one in best.memory.kept())
     if recompute:
-        with pytest.raises(LayoutError, match=r"needs .*, with recompute={'llm': 'every 2'}; give more"):
+        with pytest.raises(LayoutError, match=r", with recompute={'llm': 'every 2'}; give more ranks"):
             planner(plain, room).plan(memory=memory)
     else:  # recomputed instead
         assert planner(plain, room).plan(memory=memory).best.candidate.recompute == {"llm": Recompute()}
@@ -105,7 +105,7 @@ def test_nothing_is_proposed_that_offload_does_not_go_with(ranks: int, recompute
     )
 
     def proposed(given: Given) -> list[Candidate]:
-        memory = (5e7 if ranks == 24 else 1.4e8) / MEMORY_SHARE
+        memory = (8e7 if ranks == 24 else 1.8e8) / MEMORY_SHARE
         on = cluster(ranks or 4, 4, memory=memory)
         if not ranks:
             on = replace(on, pools=on.pools * 2)
@@ -261,5 +261,6 @@ def test_numbers_of_a_row_that_blocks_keep() -> None:
         (None, None), (Recompute(), None), (Recompute(3), None), (Recompute(keeps_matmuls=True), None),
         (Recompute(whole=True), None), (None, Offload()), (None, Offload(2)), (Recompute(2), Offload(3)),
     ]  # fmt: skip
-    found = np.array([blocks.saved(*way) for way in ways]) / 10
-    assert found.tolist() == [8 * 17, 8, 3 + 5 * 17, 8 * 11, 8 * 17, 17, 4 * 17 + 17, 2 + 3 * 17 + 17]
+    found = np.array([blocks.saved(*way).sum() for way in ways]) / 10
+    expected = [8 * 17, 8, 3 + 5 * 17, 8 * 11, 8 * 17, 17, 4 * 17 + 17, 2 + 3 * 17 + 17]
+    assert found.tolist() == pytest.approx(expected)
