@@ -303,9 +303,15 @@ class Estimates:
 
     def worth(self, module: str, degrees: Degrees) -> bool:
         """Whether its context parallelism may be worth it: with half as many of such ranks and twice as many instances
-        some would have no sample, or one has none that fits into memory, even if all blocks run again.
+        some would have no sample, or one has none that fits into memory, even if all blocks run again; or with tensor
+        parallelism in its place it has more work.
         """
         if degrees.cp == 1:
+            return True
+        tp = degrees.neighbours
+        if tp not in self._shape.modules[module].tp:
+            return True
+        if self.work(module, degrees.tp, 0, degrees.cp).total < self.work(module, tp).total:
             return True
         half = degrees._replace(cp=degrees.cp // 2, dp_shard=2 * degrees.dp_shard, recomputed=1)
         samples = min(len(batch.samples) for batch in self._batches)

@@ -310,10 +310,11 @@ class Proposer:
             if taken[choice.partition, choice.where] > KEPT * len(self._cluster.pools) ** 2:
                 continue
             for ranks, chosen in self._rounded(allocation):
-                key = ranks, tuple(chosen.items()), choice.microbatches
-                if key not in seen:
-                    yield from self.propose(choice.partition, ranks, chosen, choice.microbatches)
-                seen.add(key)
+                for count in counts[choice.dp]:  # with more of them less may have to run again
+                    key = ranks, tuple(chosen.items()), count
+                    if key not in seen:
+                        yield from self.propose(choice.partition, ranks, chosen, count)
+                    seen.add(key)
 
     def _alike(self) -> Iterator[Proposal]:
         """One layout for all modules, on all ranks of neighbouring pools."""
@@ -366,26 +367,32 @@ class Proposer:
             ranks = None if sizes is None else settle(choice.where, sizes, self._cluster, tp)
             if ranks is None:
                 continue
-            chosen = {}
+            ways: dict[str, tuple[Degrees, Degrees]] = {}
             for group, given in zip(choice.partition, ranks, strict=True):
                 for module in group:
                     pipeline, cp = (pp, choice.cp) if module == name else (1, 1)
                     asked = Degrees(choice.tp[module], pipeline, 1, 1, cp=cp)
                     found = self._soonest(module, asked, given, choice.microbatches)
                     if found is not None:
-                        chosen[module] = found
-            if len(chosen) == len(choice.tp):
-                yield ranks, chosen
+                        ways[module] = found
+            if len(ways) == len(choice.tp):
+                yield ranks, {module: soonest for module, (soonest, _) in ways.items()}
+                yield ranks, {module: leanest for module, (_, leanest) in ways.items()}
 
-    def _soonest(self, module: str, one: Degrees, ranks: range, microbatches: int) -> Degrees | None:
-        """That which communicates least, of those that fit into memory: as many of one instance as there are ranks."""
+    def _soonest(self, module: str, one: Degrees, ranks: range, microbatches: int) -> tuple[Degrees, Degrees] | None:
+        """Return the mixture of replicas and shards that communicates least, of those that fit into memory, and the one
+        that leaves most of it to activations: as many of one instance as there are ranks.
+        """
         dp, e = len(ranks) // one.ranks, self._estimates.on(ranks)
         if len(ranks) % one.ranks or e.cluster.ranks_per_node % one.neighbours:
             return None
         near = shards(dp, max(1, e.cluster.ranks_per_node // one.neighbours))
         ways = [one._replace(dp_replicate=dp // n, dp_shard=n) for n in near]
         fits = [d for d in ways if e.held(module, d) < e.memory]
-        return min(fits, key=lambda d: e.synchronized(module, d, microbatches), default=None)
+        if not fits:
+            return None
+        soonest = min(fits, key=lambda d: e.synchronized(module, d, microbatches))
+        return soonest, min(fits, key=lambda d: e.held(module, d))
 
     def _shared(self, allocation: Allocation, home: int, ranks: int, grain: Sequence[int]) -> tuple[int, ...] | None:
         """Ranks of all groups, of others than the language model's in multiples of ``grain``; None: they have too few.

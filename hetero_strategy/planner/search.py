@@ -233,6 +233,7 @@ class Planner:
             self._vary(self.variants.schedules, ranked, end, most=few)
         self._vary(self.variants.fills, ranked, end, most=few + self._left(ranked), behind=near)
         self._vary(self.variants.whole, ranked, end, most=few + self._left(ranked), behind=near)
+        self._vary(self.variants.mixtures, ranked, end, most=few, behind=near)
         for _ in self.evaluator.shape.modules:
             self._vary(self.variants.partly, ranked, end, most=few, behind=near)
 

@@ -58,7 +58,16 @@ def test_context_parallel_ranks_hold_what_shards_do_and_keep_a_part_of_the_rows_
         llm.blocks + 3,
     )  # keys of others for each block, for one more its gradients
     assert kept[1] - kept[0] / 2 == pytest.approx(2 * made_again * 1024 * 0.75 * rows)
-    assert not estimates.worth("llm", both) and estimates.worth("llm", both._replace(dp_shard=4))
+    assert estimates.worth("llm", both._replace(dp_shard=4))
+
+
+def test_context_parallelism_is_worth_it_where_it_has_less_work_than_tensor_parallelism() -> None:
+    """Fewer bytes travel where there are few heads of keys, and more where each head of queries has its own."""
+    made, both = model((4, 256), (8, 2048)), Degrees(1, 1, 1, 1, cp=2)
+    for keys, worth in ((512, True), (2 * 8 * 2048, False)):
+        llm = replace(made.modules["llm"], keys=keys)
+        shape = replace(made, modules={**made.modules, "llm": llm})
+        assert Estimates(shape, cluster(4), [batch(4)], MIXED).worth("llm", both) == worth
 
 
 @pytest.mark.full
