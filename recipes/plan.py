@@ -110,13 +110,14 @@ def plan(cfg: DictConfig) -> None:
     evaluator, step = planner.evaluator, planner.evaluator.shown(answer.best.memory.step.placed)
     folder = cli.run_folder()
     tokens = sum(int(b.tokens.sum()) for b in batches) / len(batches)
-    console.print(candidates(answer, planner, tokens))
+    rigid = planner.rigid(memory)
+    console.print(candidates(answer, planner, tokens, rigid))
     console.print(modules(step.placed, planner))
     if ran is not None:
         console.print(as_it_ran(ran, cfg, answer, planner), soft_wrap=True)
     found, before = explain(evaluator, step), unfilled(evaluator, step)
     filled = (*bubbles(found, before), *beside(evaluator, step))
-    why = reasons(answer, found, tokens, step.plan.microbatches, times_from(cfg, cluster))
+    why = reasons(answer, found, tokens, step.plan.microbatches, times_from(cfg, cluster), rigid)
     for line in (*why, *filled, *needs(answer, cluster)):
         console.print(line, soft_wrap=True)
     for line in one_more_node(planner, answer, tokens, memory, console, float(cfg.one_more_node)):
@@ -301,8 +302,10 @@ def search(
         return planner.plan(advance, measured, limit)
 
 
-def candidates(answer: Answer, planner: Planner, tokens: float) -> Table:
-    """The best that were simulated, once each where some differ in nothing that is shown, and that with one layout."""
+def candidates(answer: Answer, planner: Planner, tokens: float, rigid: Ranked | None = None) -> Table:
+    """The best that were simulated, once each where some differ in nothing that is shown, that with one layout, and
+    Megatron-LM's usual one.
+    """
     title = f"{answer.considered} candidates fit on {planner.evaluator.cluster}"
     table = Table(title=f"{title}, {len(answer.ranked)} simulated", title_justify="left")
     for column in ("", "step", "tokens/s", "microbatches", "schedule", *planner.evaluator.shape.modules):
@@ -311,7 +314,8 @@ def candidates(answer: Answer, planner: Planner, tokens: float) -> Table:
     for ranked in answer.ranked:
         if len(rows) < SHOWN:
             rows.setdefault(row(ranked, planner, tokens))
-    marked = [(mark, row(it, planner, tokens)) for mark, it in (("best", answer.best), ("one layout", alike)) if it]
+    marks = ("best", answer.best), ("one layout", alike), ("Megatron's usual", rigid)
+    marked = [(mark, row(it, planner, tokens)) for mark, it in marks if it]
     for cells in dict.fromkeys([*rows, *(cells for _, cells in marked)]):
         table.add_row(" ".join(mark for mark, its in marked if its == cells), *cells)
     return table
@@ -360,17 +364,22 @@ def times_from(cfg: DictConfig, cluster: Cluster) -> str:
     return "by formula" + "; profile=true measures blocks on this machine, of which the formula knows little" * cpu
 
 
-def reasons(answer: Answer, found: Explanation, tokens: float, drawn: int, how: str) -> list[str]:
+def reasons(
+    answer: Answer, found: Explanation, tokens: float, drawn: int, how: str, rigid: Ranked | None = None
+) -> list[str]:
     """Why the best wins, and what limits it in a step of so many microbatches, which is drawn.
 
     Args:
         how: seconds were predicted.
+        rigid: Megatron-LM's usual layout.
     """
     best, alike = answer.best, answer.homogeneous()
     lines = [f"step        {seconds(best.seconds)} predicted, {tokens / best.seconds:,.0f} tokens/s ({how})"]
     if alike is not None:
         none = "one layout for all modules is as good: stay with it"
         lines.append(f"gain        {none if alike is best else f'{alike.seconds / best.seconds:.2f} times one layout'}")
+    if rigid is not None:
+        lines.append(f"            {rigid.seconds / best.seconds:.2f} over Megatron's usual layout, at its best")
     if drawn < (count := best.candidate.microbatches):
         lines.append(f"drawn       its first {drawn} of {count} microbatches: ranks, limit, rows, filled are of them")
     work = ", ".join(f"{name} {share:.0%}" for name, share in found.shares.items())

@@ -24,6 +24,7 @@ from hetero_strategy.planner.evaluate import Candidate, Evaluator
 from hetero_strategy.planner.every import FEW
 from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.planner.propose import Proposal, Proposer
+from hetero_strategy.planner.rigid import rigid_candidates
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import Degrees
 from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
@@ -41,6 +42,8 @@ LEANER = 3
 """Proposals that are tried with less memory, each time that the best one needs too much."""
 WORTH_ROWS = 0.99
 """Seconds with an encoder a step ahead, over those without, up to which it is worth the rows that are held."""
+RIGID = 12
+"""Usual layouts that are simulated."""
 CUTS = 2
 """Blocks that may move between stages of what is simulated, one after the other."""
 ON_SHARED_CORES = 0.05
@@ -171,6 +174,20 @@ class Planner:
         if model is None:
             return Answer(tuple(ranked), self.proposer.considered, tie=self._tie)
         return self._fitting(ranked, self.proposer.considered, model, end)
+
+    def rigid(self, memory: Callable[[], MemoryModel] | None = None) -> Ranked | None:
+        """Simulate the most promising of Megatron-LM's usual layouts (``planner.rigid``), with this planner's schedules
+        and balance, and return the fastest that fits; None where none does, or where there is no usual one.
+        """
+        shape, samples = self.evaluator.shape, min(len(b.samples) for b in self.evaluator.batches)
+        peers = rigid_candidates(shape, self.estimates, self.proposer.counts, self._fits, samples)
+        ranked: list[Ranked] = []
+        for seconds, candidate in peers[:RIGID]:
+            for one in (candidate, *self.variants.schedules(candidate)):
+                if self._runs(one):
+                    self._simulate(one, seconds, ranked)
+        ranked.sort(key=attrgetter("seconds"))
+        return next((r for r in ranked if memory is None or self._has_room(r.candidate, memory())), None)
 
     def _climb(self, ranked: list[Ranked], end: float) -> None:
         """Simulate the neighbours of the fastest, then those of the fastest that there is then, and so on; the next of
