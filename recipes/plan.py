@@ -110,7 +110,7 @@ def plan(cfg: DictConfig) -> None:
     evaluator, step = planner.evaluator, planner.evaluator.shown(answer.best.memory.step.placed)
     folder = cli.run_folder()
     tokens = sum(int(b.tokens.sum()) for b in batches) / len(batches)
-    rigid = planner.rigid(memory)
+    rigid = planner.rigid()
     console.print(candidates(answer, planner, tokens, rigid))
     console.print(modules(step.placed, planner))
     if ran is not None:

@@ -175,19 +175,23 @@ class Planner:
             return Answer(tuple(ranked), self.proposer.considered, tie=self._tie)
         return self._fitting(ranked, self.proposer.considered, model, end)
 
-    def rigid(self, memory: Callable[[], MemoryModel] | None = None) -> Ranked | None:
+    def rigid(self) -> Ranked | None:
         """Simulate the most promising of Megatron-LM's usual layouts (``planner.rigid``), with this planner's schedules
-        and balance, and return the fastest that fits; None where none does, or where there is no usual one.
+        and balance, and return the fastest that fits by the formula; None where none does, or where there is no usual
+        one.
         """
         shape, samples = self.evaluator.shape, min(len(b.samples) for b in self.evaluator.batches)
-        peers = rigid_candidates(shape, self.estimates, self.proposer.counts, self._fits, samples)
+
+        def fits(candidate: Candidate) -> bool:
+            return bool((self.needed(candidate, in_step=True) <= self.room).all())
+
+        peers = rigid_candidates(shape, self.estimates, self.proposer.counts, fits, samples)
         ranked: list[Ranked] = []
         for seconds, candidate in peers[:RIGID]:
             for one in (candidate, *self.variants.schedules(candidate)):
                 if self._runs(one):
                     self._simulate(one, seconds, ranked)
-        ranked.sort(key=attrgetter("seconds"))
-        return next((r for r in ranked if memory is None or self._has_room(r.candidate, memory())), None)
+        return min(ranked, key=attrgetter("seconds"), default=None)
 
     def _climb(self, ranked: list[Ranked], end: float) -> None:
         """Simulate the neighbours of the fastest, then those of the fastest that there is then, and so on; the next of
@@ -271,15 +275,20 @@ class Planner:
                 return False
         return bool((self.needed(candidate) <= self.room).all())
 
-    def needed(self, candidate: Candidate) -> Float64[np.ndarray, "ranks"]:
-        """Bytes on every rank by the formula."""
+    def needed(self, candidate: Candidate, in_step: bool = False) -> Float64[np.ndarray, "ranks"]:
+        """Bytes on every rank by the formula.
+
+        Args:
+            in_step: encoders on some ranks of what they feed run no microbatch ahead of it, as where all its ranks
+                repeat them.
+        """
         needed = np.zeros(self.evaluator.cluster.ranks)
         for name, layout in candidate.layouts.items():
             again = candidate.recompute.get(name)
             whole = candidate.reshard_after_forward == "never"
             degrees = Degrees.of(layout, 0 if again is None else again.every, whole)
             e, count, of = self.estimates.on(layout.ranks), candidate.microbatches, candidate.layouts
-            apart = any({*of[fed].ranks} != {*layout.ranks} for fed in e.feeds(name))
+            apart = not in_step and any({*of[fed].ranks} != {*layout.ranks} for fed in e.feeds(name))
             needed[[*layout.ranks]] += e.bytes(name, degrees, count, e.ahead_of(name, of, count, apart))
         return needed
 

@@ -54,7 +54,7 @@ def test_a_slower_prediction_has_a_ratio_below_one() -> None:
 def test_balanced_stages_of_two_models_are_simulated() -> None:
     slow, even = published.optimus([max(STRONG)], fsdp=False)
     assert even.predicted < slow.predicted
-    assert even.error < 0.17
+    assert even.error < 0.19
 
 
 @pytest.mark.full
