@@ -55,7 +55,7 @@ class Executor:
         row_bytes: by number of the stage edge: bytes of a row on the way, on every rank.
         modules: all modules by name.
         placement: where they live.
-        weights: of the loss of every module that has one.
+        weights: of the loss of every module that has one, every source before its targets.
         replicas: ranks with equal parameters that saw other data (``dp_replicate`` without FSDP), by stage.
         tied: parameters that two stages share.
         device: of this rank.
@@ -223,6 +223,7 @@ class RunningStep:
         """What waits for sums of gradients over data-parallel ranks that run beside the rest of the step."""
         self.sums = StepSums(
             executor.modules,
+            executor.weights,
             batch.plan,
             evaluation=not program.train,
             device=executor.device,

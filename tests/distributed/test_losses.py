@@ -32,7 +32,8 @@ from tests.distributed.stepping import (
 
 Call = Callable[[], ModelOutput]
 
-LAYOUTS = {"vision": on(0), "llm": on(0, 1, pp=2), "draw": on(1)}
+LAYOUTS = {"vision": on(0), "draw": on(1), "llm": on(0, 1, pp=2)}
+"""Not in the order of rows, in which losses are named all the same."""
 SHARDED = {"vision": on(0), "llm": on(0, 1, dp_shard=2), "draw": on(0, 1, dp_shard=2)}
 """Weights are gathered with every microbatch."""
 DROPOUT = {"attention_dropout": 0.3}
@@ -65,6 +66,7 @@ FORMS: dict[str, tuple[Callable[[Call], None], int]] = {
     "factor": (written(lambda out: 0.25 * out.loss), 1),
     "sum of shares": (written(lambda out: sum(out.losses.values(), torch.zeros(()))), 1),
     "weights by module": (written(lambda out: out.losses["llm"] + 0.1 * out.losses["draw"]), 2),
+    "weights by place": (written(lambda out: sum(w * x for w, x in zip((1.0, 0.1), out.losses.values(), strict=True))), 1),
     "the same weights again": (written(lambda out: 2 * out.losses["llm"] + 0.2 * out.losses["draw"]), 1),
     "loss and a share": (written(lambda out: out.loss + 3.0 * out.losses["llm"]), 2),
     "square": (written(lambda out: out.loss**2), 2),
@@ -115,6 +117,7 @@ def on_rank(rank: int, world: int, setting: Setting) -> tuple[dict[str, Any], di
     )
     batch = steps_of(setting, 2, share_of(placed(setting, world), setting, rank))[0]
     found, counts = {}, {}
+    assert list(model(batch).losses) == list(model(batch).metrics) == ["llm", "draw"]
     for form in FORMS:
         before = runs[0]
         found[form] = gradients(model, batch, form)
