@@ -34,7 +34,7 @@ RECOMPUTES = {"all": 3, "every 2": 1, "all but matmuls": 2, "whole": 1}
 
 PLAIN = ("balance", "tokens", "freeze", "float8", "offload", "recompute", "compile", "max_in_flight",
          "reshard_after_forward", "edges", "loss_weights", "kv_heads", "ranks_per_node", "tied", "dropout",
-         "precision", "late", "lm", "islands", "per_item", "cache", "prefetch", "pieces", "tp_bubbles", "fill",
+         "precision", "late", "lm", "islands", "per_item", "unused", "cache", "prefetch", "pieces", "tp_bubbles", "fill",
          "schedule")  # fmt: skip
 """Options that a smaller setting has as they are by default, in the order in which that is tried."""
 

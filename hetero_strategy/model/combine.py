@@ -53,7 +53,7 @@ class StepSums:
         device: where the sums lie.
         dtype: of results that are no integers.
         pipelined: modules of several stages.
-        spare: numbers at the end of :attr:`totals` for whoever sums them over ranks.
+        spare: numbers at the end of :attr:`totals` for whoever sums them over ranks, :attr:`spare`.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class StepSums:
         sizes = [1 + len(counts) for counts in self._counts.values()]
         self.totals = torch.zeros(sum(sizes) + spare, dtype=torch.float64, device=device)
         """fp64: of each module in turn its loss and its metrics."""
-        self._of = dict(zip(self._kinds, self.totals.split([*sizes, spare]), strict=False))
+        *parts, self.spare = self.totals.split([*sizes, spare])
+        self._of = dict(zip(self._kinds, parts, strict=True))
         self.results: dict[str, Tensor] = {}
         """Evaluation only: of each module that has one, its result."""
         like = torch.zeros((), dtype=dtype, device=device)

@@ -53,12 +53,12 @@ def seconds(rank: int, world: int, layout: ModuleLayout) -> dict[str, float]:
         timed("forward", begun)
         loss.backward()
         if layout.dp_shard > 1:
-            fsdp.reduce(stage)
+            fsdp.reduce(stage, {})
             fsdp.finish(stage)
         else:
             time.sleep(late * rank)
             begun = time.perf_counter()
-            finish = settle(stage.parameters(), mesh.get_group("dp_replicate"))
+            finish = settle(stage.parameters(), mesh.get_group("dp_replicate"), None, {})
             timed("start", begun)
             finish()
             timed("finish", begun)
@@ -106,11 +106,11 @@ def summed(rank: int, world: int, idle: bool) -> tuple[list[str], dict[str, torc
         losses.append(loss_of(stage(inputs_of("titan", 2 + rank), {}, None)))
         losses[0].backward()
         assert not events
-        with fsdp.reducing(stage):
+        with fsdp.reducing(stage, {}):
             if not (idle and rank):
                 losses[1].backward()
         during = len(events)
-        fsdp.reduce(stage)
+        fsdp.reduce(stage, {})
         assert during == (0 if idle and rank else len(events))
         fsdp.finish(stage)
     finally:
@@ -179,8 +179,8 @@ def test_a_block_that_runs_twice_is_summed_after_both_of_its_backwards(monkeypat
         module.to_empty(device="cpu")
         fsdp.gather(module)
         out = module(torch.zeros(3, 8, requires_grad=True))
-        with fsdp.reducing(module):
+        with fsdp.reducing(module, {}):
             out.sum().backward()
-        fsdp.reduce(module)
+        fsdp.reduce(module, {})
         fsdp.finish(module)
     assert module.events == ["backward of 1", "sum of 1", "backward of 0", "backward of 0", "sum of 0"]

@@ -43,7 +43,7 @@ def steps_on_rank(rank: int, world: int) -> list[tuple[float, bool]]:
             same.grad = given.sum(0) if replicas is not None else given[rank]
             weight.grad = given[rank].transpose(0, 1).contiguous().transpose(0, 1)  # as that of half a backward may be
         with patch.object(gradients, "BUCKET_BYTES", 300):  # the last has a flat piece of its own
-            settle(weights, replicas)()
+            settle(weights, replicas, None, {})()
         optim.AdamW(weights, lr=0.1, fused=True).step()
         optim.AdamW(plain, lr=0.1, foreach=False).step()
         for weight, same in zip(weights, plain, strict=True):
@@ -62,7 +62,7 @@ def missing_on_rank(rank: int, world: int) -> list[float]:
     """Gradients of two parameters, of which the second rank has computed none for the one, and nobody for the other."""
     some, none = (nn.Parameter(torch.zeros(())) for _ in range(2))
     some.grad = torch.tensor(3.0) if not rank else None
-    settle([some, none], dist.group.WORLD)()
+    settle([some, none], dist.group.WORLD, None, {})()
     return [float(p.grad) for p in (some, none) if p.grad is not None]
 
 
