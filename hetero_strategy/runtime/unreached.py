@@ -1,4 +1,4 @@
-"""Parameters that no loss reached in a step have no gradient, as in one process, though every rank summed zeros for them.
+"""Parameters that no loss reached in a step have no gradient, as in one process, though ranks summed zeros for them.
 
 Ranks that sum gradients bring zeros where they have none, as no rank knows what others have. How many ranks lacked the
 gradient of each parameter rides on the sum over all ranks at the step's end. Where all that hold a parameter lacked it,
@@ -57,7 +57,8 @@ class Unreached:
     def drop(self, reached: Reached, counts: torch.Tensor) -> None:
         """Let parameters that no rank reached have no gradient.
 
-        A rank that lacked none knows that all of its own were reached. Others read the sums, which waits for the device.
+        A rank that lacked none knows that all of its own were reached. Another one reads the sums, which waits for the
+        device.
         """
         if lacking := self._lacking(reached):
             found = counts.tolist()

@@ -21,7 +21,7 @@ from hetero_strategy.model import Backbone
 from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.apply import parallelize
-from hetero_strategy.parallelize.gradients import settle
+from hetero_strategy.parallelize.gradients import Reached, settle
 from tests.distributed.harness import Pool
 from tests.parallelize.pieces import MAKE, inputs_of, loss_of
 
@@ -89,9 +89,9 @@ def summed(rank: int, world: int, idle: bool) -> tuple[list[str], dict[str, torc
     events: list[str] = []
     original = fsdp._reduce
 
-    def noted(stage: torch.nn.Module, group: Any) -> None:
+    def noted(stage: torch.nn.Module, group: Any, reached: Reached) -> None:
         events.append(f"sum of {names[id(group)] or 'the rest'}")
-        original(stage, group)
+        original(stage, group, reached)
 
     fsdp._reduce = noted
     try:
@@ -168,10 +168,10 @@ class Twice(Backbone):
 def test_a_block_that_runs_twice_is_summed_after_both_of_its_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     original, module = fsdp._reduce, Twice()
 
-    def noted(stage: torch.nn.Module, group: Any) -> None:
+    def noted(stage: torch.nn.Module, group: Any, reached: Reached) -> None:
         number = [group in fsdp._groups(layer._get_fsdp_state()) for layer in module.layers]  # type: ignore[operator]
         module.events.append(f"sum of {number.index(True) if any(number) else 'the rest'}")
-        original(stage, group)
+        original(stage, group, reached)
 
     monkeypatch.setattr(fsdp, "_reduce", noted)
     with fake_world(0, 2):
