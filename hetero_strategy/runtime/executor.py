@@ -27,7 +27,7 @@ from hetero_strategy.model.kind import check_output
 from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.copies import masters_kept
-from hetero_strategy.parallelize.gradients import Reached, local, settle
+from hetero_strategy.parallelize.gradients import local, settle
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.tied import Tied
 from hetero_strategy.plan.ahead import computing
@@ -97,8 +97,6 @@ class Executor:
     """Edges whose rows come from there or go there."""
     running: RunningStep | None = field(init=False, default=None)
     """The step in progress, or the one that failed."""
-    reached: Reached = field(init=False, default_factory=dict)
-    """Of the step in progress."""
     unreached: Unreached = field(init=False)
 
     def __post_init__(self) -> None:
@@ -162,7 +160,7 @@ class Executor:
             for finish in step.sums_under_way:
                 finish()
             if train:
-                self.tied.settle({a.action.node.module for a in batch.program.actions if a.last}, self.reached)
+                self.tied.settle({a.action.node.module for a in batch.program.actions if a.last}, self.unreached.noted)
         self.release(train=train)
         self._reduce(step.sums, batch)
         transport.drain()
@@ -197,15 +195,15 @@ class Executor:
                 fsdp.release(stage)
 
     def _reduce(self, sums: StepSums, batch: Batch) -> None:
-        """Sums over all ranks, and what these must agree on. A collective; nothing waits for the device."""
+        """Sums over all ranks, and what these agree on. A collective; see :meth:`Unreached.drop` for who waits for it."""
         missing, agreed = sums.spare.split([len(sums.spare) - Agreement.SUMMANDS, Agreement.SUMMANDS])
         self.agreement.write(batch.plan, agreed)
-        self.unreached.write(self.reached, missing)
+        self.unreached.write(missing)
         if self.placement.world_size > 1:
             for summed in (sums.totals, *sums.results.values()):
                 dist.all_reduce(summed)
         self.agreement.note(batch.plan, agreed)
-        self.unreached.drop(self.reached, missing)
+        self.unreached.drop(missing)
 
     def ready(self, batch: Batch, *, train: bool) -> Batch:
         """The batch with its program, which the loader made for the kind of step that it expected."""
@@ -228,7 +226,7 @@ class RunningStep:
         self.live: dict[tuple[StageId, int], Live] = {}
         self.gradients: dict[int, torch.Tensor | None] = {}
         """Those of a step that failed, by ``id`` of their parameter: it has the gradients of before again."""
-        executor.reached.clear()
+        executor.unreached.noted.clear()
         self.sums_under_way: list[Callable[[], None]] = []
         """What waits for sums of gradients over data-parallel ranks that run beside the rest of the step."""
         self.sums = StepSums(
@@ -277,7 +275,7 @@ class RunningStep:
                 live = self.live.pop((action.node, action.microbatch))
                 assert live.later is not None
                 live.later()
-                self._accumulate(local)
+                local.accumulate()
             case "UNSHARD":
                 begin = recorder.now()
                 fsdp.gather(local.adapter)
@@ -391,7 +389,7 @@ class RunningStep:
             weights = [p for p in local.adapter.parameters() if p.requires_grad]
             leaves = [leaf for leaf in live.leaves if leaf.requires_grad]
             live.later = backward.inputs_first(roots, leaves, weights, local.recomputed)
-            self._accumulate(local)
+            local.accumulate()
         elif local.wrapped is None:
             backward.whole(roots)
             if local.copies is not None:
@@ -406,9 +404,9 @@ class RunningStep:
     def _backward_of_wrapped(self, step: RankAction, local: LocalStage, roots: backward.Roots) -> None:
         around: AbstractContextManager[None] = nullcontext()
         if not local.node.sharded:
-            fsdp.per_microbatch(local.adapter, step.last, self.executor.reached)
+            fsdp.per_microbatch(local.adapter, step.last, self.executor.unreached.noted)
         elif step.last and step.action.node.cohort < 0:  # else other instances may be at other work
-            around = fsdp.reducing(local.adapter, self.executor.reached)
+            around = fsdp.reducing(local.adapter, self.executor.unreached.noted)
         silent = not roots
         with around:
             backward.whole(roots)
@@ -417,7 +415,7 @@ class RunningStep:
 
     def _start_sums(self, node: StageId, local: LocalStage) -> Callable[[], None]:
         """Start to sum gradients over data-parallel ranks; what it returns waits for that."""
-        stage, reached = local.adapter, self.executor.reached
+        stage, reached = local.adapter, self.executor.unreached.noted
         groups = self.executor.replicas[node], self.executor.tensor_parallel[node]
         if local.copies is not None:
             local.copies.release()
@@ -430,10 +428,3 @@ class RunningStep:
             settle(local.trained, *groups, reached)()
 
         return finish
-
-    def _accumulate(self, local: LocalStage) -> None:
-        """Add up gradients in the masters' dtype: of copies, and of half a backward, which FSDP's hooks do not see."""
-        if local.copies is not None:
-            local.copies.fold()
-        elif local.wrapped is not None:
-            fsdp.accumulate(local.adapter)

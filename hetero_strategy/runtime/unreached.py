@@ -8,7 +8,7 @@ no loss reached it, and its gradient becomes None: weight decay and moments of o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ class Unreached:
     """Of each parameter, in one order on all ranks, the number of ranks that sum its gradient."""
     places: Mapping[nn.Parameter, int]
     """This rank's parameters, and those it has as names alone."""
+    noted: Reached = field(default_factory=dict)
+    """Of the step in progress."""
 
     @staticmethod
     def of(modules: Mapping[str, Adapter], placement: Placement) -> Unreached:
@@ -47,24 +49,24 @@ class Unreached:
         """Return how many numbers are summed."""
         return len(self.holders)
 
-    def write(self, reached: Reached, into: torch.Tensor) -> None:
+    def write(self, into: torch.Tensor) -> None:
         """Count this rank where it lacked gradients, into zeros, fp64 ``[len(self)]``; else nothing is done."""
-        if lacking := self._lacking(reached):
+        if lacking := self._lacking():
             flags = torch.zeros(len(self), dtype=into.dtype)
             flags[list(lacking.values())] = 1
             into.copy_(flags)
 
-    def drop(self, reached: Reached, counts: torch.Tensor) -> None:
+    def drop(self, counts: torch.Tensor) -> None:
         """Let parameters that no rank reached have no gradient.
 
         A rank that lacked none knows that all of its own were reached. Another one reads the sums, which waits for the
         device.
         """
-        if lacking := self._lacking(reached):
+        if lacking := self._lacking():
             found = counts.tolist()
             for parameter, place in lacking.items():
                 if found[place] == self.holders[place]:
                     parameter.grad = None
 
-    def _lacking(self, reached: Reached) -> dict[nn.Parameter, int]:
-        return {parameter: self.places[parameter] for parameter, had in reached.items() if not had}
+    def _lacking(self) -> dict[nn.Parameter, int]:
+        return {parameter: self.places[parameter] for parameter, had in self.noted.items() if not had}
