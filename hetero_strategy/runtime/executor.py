@@ -195,7 +195,7 @@ class Executor:
                 fsdp.release(stage)
 
     def _reduce(self, sums: StepSums, batch: Batch) -> None:
-        """Sums over all ranks, and what these agree on. A collective; see :meth:`Unreached.drop` for who waits for it."""
+        """Sums over all ranks, and what these agree on. A collective; `Unreached.drop` may wait for the device."""
         missing, agreed = sums.spare.split([len(sums.spare) - Agreement.SUMMANDS, Agreement.SUMMANDS])
         self.agreement.write(batch.plan, agreed)
         self.unreached.write(missing)
