@@ -30,12 +30,14 @@ PARTS = {
 FLOAT8 = "rowwise_with_gw_hp, emulated"
 """Whose rounding does not depend on the microbatch, nor, without tensor parallelism, on the layout."""
 RECOMPUTES = {"all": 3, "every 2": 1, "all but matmuls": 2, "whole": 1}
+FOCUS = {"vision": 1, "audio": 1, "llm": 1, "draw": 1}
+"""Modules whose every way of recompute meets every precision, and shards that are gathered with every microbatch."""
 
 
 PLAIN = ("balance", "tokens", "freeze", "float8", "offload", "recompute", "compile", "max_in_flight",
          "reshard_after_forward", "edges", "loss_weights", "kv_heads", "ranks_per_node", "tied", "dropout",
-         "precision", "late", "lm", "islands", "per_item", "cache", "prefetch", "pieces", "tp_bubbles", "fill",
-         "schedule")  # fmt: skip
+         "precision", "late", "lm", "islands", "per_item", "unused", "cache", "prefetch", "pieces", "tp_bubbles",
+         "fill", "schedule")  # fmt: skip
 """Options that a smaller setting has as they are by default, in the order in which that is tried."""
 
 
@@ -91,7 +93,8 @@ class _Drawing:
 
     def __init__(self, rng: random.Random, data: Mapping[bool, Data]) -> None:
         self.rng = rng
-        self.data = data[self.often(0.25)]
+        self.focus = self.one_of(FOCUS) if self.often(0.25) else None
+        self.data = data[self.focus == "draw" or (self.focus in (None, "vision") and self.often(0.25))]
         self.draws = self.data is data[True]
         self.single = self.often(0.12)
         """One instance of every module: with as many microbatches, random numbers are those of one process."""
@@ -127,6 +130,14 @@ class _Drawing:
         splits = schedule in ("zb_h1", "zbv")
         compiles = self.often(0.1) and "attention_dropout" not in dropout  # whose numbers are others in compiled blocks
         recompute = {n: self.one_of(RECOMPUTES) for n in modules if self.often(0.2)}
+        precisions = {"64-true": 12, "32-true": 1, "32-mixed": 2, "bf16-mixed": 1}
+        gathered = {"auto": 6, "never": 2, "always": 0.2 if splits else 2}
+        if self.focus in modules:
+            recompute[self.focus] = rng.choice(list(RECOMPUTES))
+            precisions, gathered = (
+                {"64-true": 2, "32-true": 1, "32-mixed": 3, "bf16-mixed": 2},
+                {**gathered, "always": 8},
+            )
         backends = {n: "aot_eager" if n in recompute else "eager" for n in modules if self.often(0.3)}
         setting = Setting(
             self.data.folder,
@@ -140,14 +151,14 @@ class _Drawing:
             freeze=self.freeze(modules, lm),
             recompute=recompute,
             compile=backends if compiles else {},
-            reshard_after_forward=self.one_of({"auto": 6, "never": 2, "always": 0.2 if splits else 2}),
+            reshard_after_forward=self.one_of(gathered),
             max_in_flight={rng.choice(modules): rng.randint(1, 4)} if self.often(0.12) else {},
             tokens=tokens,
             balance=balance,
             ranks_per_node=self.one_of({1 << 30: 4, 2: 1}),
             tied=lm != "titan" and self.often(0.4),
             dropout=dropout,
-            precision=self.one_of({"64-true": 12, "32-true": 1, "32-mixed": 2, "bf16-mixed": 1}),
+            precision=self.one_of(precisions),
             late=round(rng.uniform(0.001, 0.02), 4) if self.often(0.35) else 0.0,
             batches=batches,
             microbatches=None if auto else rng.randint(1, min(6, largest)),
@@ -162,7 +173,8 @@ class _Drawing:
         drawn = replace(drawn, cache=self.cache(drawn), islands=islands)
         drawn = replace(drawn, offload=self.offload(drawn))
         encoders = [name for name in modules if ITEM_MODULES.get(name) == "encoder"]
-        return replace(drawn, per_item=tuple(name for name in encoders if self.often(0.25)))
+        drawn = replace(drawn, per_item=tuple(name for name in encoders if self.often(0.25)))
+        return replace(drawn, unused=tuple(name for name in modules if self.often(0.08)))
 
     def filling(self, setting: Setting) -> Setting:
         """The same with encoders in bubbles, where there are such, perhaps in pieces."""
@@ -219,6 +231,8 @@ class _Drawing:
         else:
             found = self.one_of({("vision",): 3, ("audio",): 3, ("vision", "audio"): 5, (): 1})
             found = [*found, "llm"]
+        if self.focus not in (None, *found):
+            found.insert(0, self.focus)
         if self.often(0.15):
             found.append("caption")
         if self.often(0.25):

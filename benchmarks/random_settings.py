@@ -136,7 +136,7 @@ def of_line(text: str, data: Mapping[bool, Data]) -> Setting:
         data: without and with drawings.
     """
     given = json.loads(text)
-    for option in ("freeze", "per_item"):
+    for option in ("freeze", "per_item", "unused"):
         given[option] = tuple(given.get(option, ()))
     if given.get("edges") is not None:
         given["edges"] = tuple((source, target) for source, target in given["edges"])

@@ -86,7 +86,7 @@ def check_limits(
             fix = "" if limit.fixed else ", or give it more positions"
             raise DataError(f"{where}: {worst} '{module}' has positions for; cut these items, or leave them out{fix}")
     for module, most in budget.items():
-        if module == next(iter(models)):  # whose budget says how samples are packed; that of others is not read
+        if module in models:
             owner, rows, fix = samples, tokens, "leave longer samples out"
         elif module in index.items:
             owner, rows = index.items[module].sample, index.items[module].inner_rows

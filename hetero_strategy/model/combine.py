@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,12 +34,12 @@ class ModelOutput:
     logits: tuple[Tensor, ...] | None = None
     """Where asked for: the first language model's logits ``[T, vocabulary]`` of each microbatch."""
     losses: dict[str, Tensor] = field(default_factory=dict)
-    """Each module's part of ``loss``, its weight included."""
+    """Each module's part of ``loss``, its weight included; every source before its targets."""
     drawn: dict[str, Tensor] | None = None
     """Evaluation only: what each generator drew, ``[target rows of the batch, feature]`` in the order of items; and the
     results of modules of kinds of your own."""
     metrics: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """Scalars by name of each module with a loss, as its kind counts them."""
+    """Scalars by name of each module with a loss, as its kind counts them; in the order of ``losses``."""
 
 
 class StepSums:
@@ -47,17 +47,19 @@ class StepSums:
 
     Args:
         modules: by name.
+        with_loss: those of them that have a loss, in the order in which results name them.
         plan: the step plan, with metadata and normalisers.
         evaluation: whether results of the whole batch (predicted tokens, drawings) are kept.
         device: where the sums lie.
         dtype: of results that are no integers.
         pipelined: modules of several stages.
-        spare: numbers at the end of :attr:`totals` for whoever sums them over ranks.
+        spare: numbers at the end of :attr:`totals` for whoever sums them over ranks, :attr:`spare`.
     """
 
     def __init__(
         self,
         modules: Mapping[str, Adapter],
+        with_loss: Iterable[str],
         plan: Any,
         *,
         evaluation: bool,
@@ -67,12 +69,15 @@ class StepSums:
         spare: int = 0,
     ) -> None:
         self._plan = plan
-        self._kinds = {name: module.kind for name, module in modules.items() if module.kind.has_loss}
+        self._kinds = {name: modules[name].kind for name in with_loss}
+        kinds = {name: module.kind for name, module in modules.items()}
+        self._language_models = [name for name, kind in kinds.items() if isinstance(kind, CausalLMKind)]
         self._counts = {name: kind.metrics(plan.metadata, name) for name, kind in self._kinds.items()}
         sizes = [1 + len(counts) for counts in self._counts.values()]
         self.totals = torch.zeros(sum(sizes) + spare, dtype=torch.float64, device=device)
         """fp64: of each module in turn its loss and its metrics."""
-        self._of = dict(zip(self._kinds, self.totals.split([*sizes, spare]), strict=False))
+        *parts, self.spare = self.totals.split([*sizes, spare])
+        self._of = dict(zip(self._kinds, parts, strict=True))
         self.results: dict[str, Tensor] = {}
         """Evaluation only: of each module that has one, its result."""
         like = torch.zeros((), dtype=dtype, device=device)
@@ -104,10 +109,9 @@ class StepSums:
             name: {metric: (sums[1 + i] / max(1, count)).float() for i, (metric, count) in enumerate(counts.items())}
             for (name, sums), counts in zip(self._of.items(), self._counts.values(), strict=True)
         }
-        language_models = [name for name, kind in self._kinds.items() if isinstance(kind, CausalLMKind)]
-        first = next((self.results[name] for name in language_models if name in self.results), None)
+        first = next((self.results[name] for name in self._language_models if name in self.results), None)
         labels = self._plan.metadata.labels
-        others = {name: rows for name, rows in self.results.items() if name not in language_models and len(rows)}
+        others = {name: rows for name, rows in self.results.items() if name not in self._language_models and len(rows)}
         return ModelOutput(
             loss=loss,
             loss_tokens=int(labels.sum()),

@@ -174,11 +174,12 @@ class MultimodalModel(nn.Module):
     def _forward(self, batch: BatchLike, call: int, keep_logits: bool) -> ModelOutput:
         device, dtype = self._device(), next(self.parameters()).dtype
         exact = dtype if dtype == torch.float64 else torch.float32
-        step = StepSums(self.modules_by_name, batch.plan, evaluation=not self.training, device=device, dtype=exact)
+        names, evaluation = self.with_loss(), not self.training
+        step = StepSums(self.modules_by_name, names, batch.plan, evaluation=evaluation, device=device, dtype=exact)
         edge_rows: dict[Hashable, Tensor] = {}
         # Even where a module has nothing to do or nothing trains below it, its loss has a (zero) gradient.
         with_gradient = self.training and torch.is_grad_enabled()
-        losses = {n: torch.zeros((), device=device, requires_grad=with_gradient) for n in self.with_loss()}
+        losses = {n: torch.zeros((), device=device, requires_grad=with_gradient) for n in names}
         logits: list[Tensor] = []
         for name in self.topological():
             module = self.modules_by_name[name]

@@ -57,6 +57,13 @@ def parallelize(
 ) -> dict[int, Adapter]:
     """Put this rank's stages of ``module`` on its mesh, in place. Call on the module's ranks only.
 
+    Gradients are sums over the data-parallel and the context-parallel ranks, as of a loss that is divided by the number
+    of all their loss tokens; a mean of ranks, or a division by a rank's own tokens, is another gradient. Code that runs
+    stages without the strategy gives each rank its instance's inputs, and with ``cp`` its own part of these
+    (``in_context`` of ``model.context``). It sets ``context_group`` of each stage to the name of the group of the ranks
+    that have the other parts (``GroupRegistry.context``). If all of these ranks take whole inputs, each counts all
+    rows, and gradients are ``cp`` times too large. After the last backward ``gradients.settle`` ends the step.
+
     Args:
         module: the whole module on the meta device. Afterwards it holds the tensors of this rank's stages under its own
             names; the others stay on meta.

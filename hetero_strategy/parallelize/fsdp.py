@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.parallelize.copies import copies_of, release_copies
-from hetero_strategy.parallelize.gradients import local
+from hetero_strategy.parallelize.gradients import Reached, local, note_reached
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.take_part import take_part
 
@@ -76,36 +76,39 @@ def compute_in(storage: Storage, layers: Iterable[nn.Module]) -> None:
         layer.register_forward_hook(lambda _, given, made: cast(storage.compute, made))
 
 
-def per_microbatch(stage: nn.Module, is_last: bool) -> None:
+def per_microbatch(stage: nn.Module, is_last: bool, reached: Reached) -> None:
     """Prepare one microbatch's backward: weights are gathered and freed and gradients are reduced as it goes.
 
     Not for a backward in two halves: FSDP's hooks take the end of the first for the end of the backward, and gradients
     of the second would be lost. Such a stage is gathered once per step.
 
     ``is_last`` says that no backward of this stage, an FSDP root, follows in this step; until then FSDP remembers in
-    which order to gather ahead.
+    which order to gather ahead. ``reached`` takes note of which gradients are missing; it is the same in every step.
     """
     assert isinstance(stage, FSDPModule)
     stage.set_is_last_backward(is_last)
     for state in _root_state(stage)._state_ctx.all_states:
         for group in _groups(state):
             if "post_backward" not in vars(group):
-                group.post_backward = partial(_reduce_all, group)
+                group.post_backward = partial(_reduce_all, group, reached)
 
 
-def _reduce_all(group: Any) -> None:
+def _reduce_all(group: Any, reached: Reached) -> None:
     """Reduce a unit's gradients, of which those that are missing count as zero: all ranks sum the same parameters."""
     for parameter in group.fsdp_params:
         if hasattr(parameter, "_unsharded_param"):
-            _add_missing(parameter)
+            _add_missing(parameter, reached)
     type(group).post_backward(group)
 
 
-def _add_missing(parameter: Any) -> None:
-    """Let the gradient of a parameter of FSDP be zeros where there is none."""
+def _add_missing(parameter: Any, reached: Reached) -> None:
+    """Let the gradient of a parameter of FSDP be zeros where there is none, and note that there was none."""
     whole = parameter.unsharded_param
-    if whole.grad is None and parameter.unsharded_accumulated_grad is None and whole.requires_grad:
-        whole.grad = torch.zeros_like(whole)
+    if whole.requires_grad:
+        gradient = parameter.unsharded_accumulated_grad if whole.grad is None else whole.grad
+        note_reached(reached, parameter.sharded_param, gradient)
+        if gradient is None:
+            whole.grad = torch.zeros_like(whole)
 
 
 def accumulate(stage: nn.Module) -> None:
@@ -134,11 +137,12 @@ def gather(stage: nn.Module) -> None:
 
 
 @contextmanager
-def reducing(stage: nn.Module) -> Iterator[None]:
+def reducing(stage: nn.Module, reached: Reached) -> Iterator[None]:
     """While the last backward of a gathered FSDP root runs: sums of a unit's gradients start once they are whole.
 
     A collective over the stage's data-parallel ranks, all of which run this backward. Units are summed in one order,
     whatever order the backwards of ranks with other rows end them in; :func:`reduce` sums what is left, in that order.
+    ``reached`` takes note of which gradients are missing.
     """
     groups = _gathered(stage)
     left, whole = deque(groups), set()
@@ -151,7 +155,7 @@ def reducing(stage: nn.Module) -> Iterator[None]:
         if runs[id(group)] <= 0:
             whole.add(id(group))
         while left and id(left[0]) in whole:
-            _reduce(stage, left.popleft())
+            _reduce(stage, left.popleft(), reached)
 
     for group in groups:
         group.post_backward = partial(ended, group)
@@ -163,14 +167,15 @@ def reducing(stage: nn.Module) -> Iterator[None]:
             del group.post_backward
 
 
-def reduce(stage: nn.Module) -> None:
+def reduce(stage: nn.Module, reached: Reached) -> None:
     """Start to sum the gradients of a gathered FSDP root over data-parallel ranks, and free the weights.
 
     A collective over the stage's data-parallel ranks; all of them call it, whether or not they had work. It runs on a
     stream of its own beside what follows, until :func:`finish`, after which each rank has its shard of the sums.
+    ``reached`` takes note of which gradients are missing.
     """
     for group in _gathered(stage):
-        _reduce(stage, group)
+        _reduce(stage, group, reached)
     _let_hooks_communicate(stage, True)
 
 
@@ -183,12 +188,12 @@ def _gathered(stage: nn.Module) -> list[Any]:
 
 
 @torch.no_grad()
-def _reduce(stage: nn.Module, group: Any) -> None:
+def _reduce(stage: nn.Module, group: Any, reached: Reached) -> None:
     """Start to sum a unit's gradients, and free its weights."""
     context = _root_state(stage)._comm_ctx
     device, beside = context.device_handle, context.reduce_scatter_stream
     for parameter in group.fsdp_params:
-        _add_missing(parameter)
+        _add_missing(parameter, reached)
         if parameter.unsharded_accumulated_grad is None:
             parameter.to_accumulated_grad_if_needed()  # in the dtype of the others, which are there
         gradients = [g for g in (parameter.unsharded_param.grad, parameter.unsharded_accumulated_grad) if g is not None]

@@ -21,16 +21,36 @@ BUCKET_BYTES = 32 * 2**20
 """Gradients are all-reduced in flat pieces of about this size."""
 
 
+Reached = dict[torch.nn.Parameter, bool]
+"""Parameter whose gradient is summed over ranks in a step -> whether this rank had a gradient of it to bring."""
+
+
+def note_reached(reached: Reached, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+    """Note whether this rank has a gradient of a parameter; in a step with several sums it had one if it had in any."""
+    reached[parameter] = reached.get(parameter, False) or gradient is not None
+
+
 @torch.no_grad()
-def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup | None) -> Callable[[], None]:
+def settle(
+    parameters: Iterable[torch.nn.Parameter],
+    replicas: dist.ProcessGroup | None,
+    tensor_parallel: dist.ProcessGroup | None,
+    reached: Reached,
+) -> Callable[[], None]:
     """Bring gradients to their parameters' placements and strides and start to sum them over replicas.
 
     A missing gradient counts as zero, so that each rank of the group brings as many bytes.
+
+    Ranks of tensor parallelism compute the gradients of what they hold whole (norms, biases, position tables) each by
+    itself, by kernels that may add in another order every time. They take those of the first of them, or they would
+    drift apart. All such parameters do, as nothing says which kernels a module of one's own runs.
 
     Args:
         parameters: the trained parameters of one module.
         replicas: group of the ranks that hold equal copies and saw different data (``dp_replicate`` without FSDP);
             None where FSDP sums, or there is one replica.
+        tensor_parallel: group of the ranks that split this instance's layers; None: there is one.
+        reached: takes note of which gradients were missing.
 
     Returns:
         What waits, on the device, for the sums.
@@ -41,6 +61,7 @@ def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup
             # Tensor-parallel norms and embeddings leave partial sums behind.
             p.grad = p.grad.redistribute(p.device_mesh, p.placements)
         if replicas is not None:
+            note_reached(reached, p, p.grad)
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             grads.append(local(p.grad))
     works = []
@@ -54,11 +75,30 @@ def settle(parameters: Iterable[torch.nn.Parameter], replicas: dist.ProcessGroup
     def finish() -> None:
         for work in works:
             work.wait()
+        if tensor_parallel is not None:
+            _take_those_of_the_first([p for p in parameters if not _cut_over_tp(p)], tensor_parallel)
         for p in parameters:  # a flat piece, or half a backward, may leave other strides, and fused kernels walk memory
             if p.grad is not None and (grad := local(p.grad)).stride() != (own := local(p)).stride():
                 grad.data = torch.empty_like(own).copy_(grad)
 
     return finish
+
+
+def _take_those_of_the_first(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Replace gradients, each this rank's part, by those of the group's first rank, bit by bit."""
+    grads = [local(p.grad) for p in parameters if p.grad is not None]
+    for bucket in _take_tensors(grads, BUCKET_BYTES):
+        flat = _flatten_dense_tensors(bucket)
+        dist.broadcast(flat, group=group, group_src=0)
+        torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))
+
+
+def _cut_over_tp(parameter: torch.Tensor) -> bool:
+    """Whether each rank of tensor parallelism has another part of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return False
+    axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+    return any(name == "tp" and not isinstance(placement, Replicate) for name, placement in axes)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,9 +32,8 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
         applies: tells whether the stage's coming forward gathers weights and its backward sums gradients.
     """
     ran: dict[str, list[Tensor]] = {}
-    """Unit -> what it made of no rows, or of rows that stand for none (``at_least_one_row``)."""
+    """Unit -> what it made, also where nothing reads that: a backward comes to the same units on all ranks."""
     trained = {fqn: any(p.requires_grad for p in unit.parameters()) for fqn, unit in units.items()}
-    empty = False
     begun = not stage.first_stage or _trains_before(stage, units)
 
     def follow(unit: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -47,14 +46,10 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
         return (rows.detach().requires_grad_(), *given[1:])
 
     def begin(stage: nn.Module, given: tuple[Any, ...]) -> None:
-        nonlocal empty
-        packing = getattr(given[0], "packing", None)
-        empty = packing is not None and not packing.rows
         ran.clear()  # also of what ran again in a backward
 
     def note(fqn: str, unit: nn.Module, given: Any, made: Any) -> None:
-        leaves = (x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad)
-        ran[fqn] = [x for x in leaves if empty or not x.numel()]
+        ran[fqn] = [x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad]
 
     def join(stage: Adapter, given: Any, made: Any) -> Any:
         if not applies():
@@ -72,7 +67,7 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
         # FSDP sees the end of a forward by its output, so that follows from something that trains.
         more = [] if rows.requires_grad else [p for p in stage.parameters() if p.requires_grad][:1]
         # On all ranks a tensor of its own, whose hooks come first in backward, also where a block makes the output.
-        joined = _Joined.apply(rows, len(others), *others, *more)
+        joined = _Joined.apply(rows, *others, *more)
         return replace(made, loss_sum=joined) if isinstance(made, LossOutput) else joined
 
     for fqn, unit in units.items():
@@ -91,14 +86,13 @@ def _trains_before(stage: Adapter, units: Mapping[str, nn.Module]) -> bool:
 
 
 class _Joined(torch.autograd.Function):
-    """Rows as they are, which follow from others too: the first ``count`` of these get zeros, the rest nothing."""
+    """Rows as they are, which follow from others too. These get no gradient, but a backward runs their hooks."""
 
     @staticmethod
-    def forward(ctx, rows: Tensor, count: int, *others: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(*others[:count])
-        ctx.rest = len(others) - count
+    def forward(ctx, rows: Tensor, *others: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.others = len(others)
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
-        return gradient, None, *map(torch.zeros_like, ctx.saved_tensors), *[None] * ctx.rest
+        return gradient, *[None] * ctx.others

@@ -14,7 +14,7 @@ from torch import nn
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.parallelize.gradients import local
+from hetero_strategy.parallelize.gradients import Reached, local, note_reached
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,16 @@ class Tied:
     """Module name, parameter and the group of its two owners."""
 
     @torch.no_grad()
-    def settle(self, worked: Collection[str]) -> None:
+    def settle(self, worked: Collection[str], reached: Reached) -> None:
         """Sum the gradients of both owners, each already summed over data-parallel ranks; a missing one counts as zero.
 
         A collective of the two owners. Modules that have not ``worked`` in this step have no gradients on either side.
+        ``reached`` takes note of which were missing, where no sum over data-parallel ranks has.
         """
         for module, parameter, group in self.owned:
             if module in worked:
+                if parameter not in reached:
+                    note_reached(reached, parameter, parameter.grad)
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(local(parameter.grad), group=group)

@@ -38,6 +38,7 @@ from hetero_strategy.runtime.local_stage import Live, LocalStage, Output
 from hetero_strategy.runtime.payload import Copies, Payload, ToCuda
 from hetero_strategy.runtime.recorder import Recorder
 from hetero_strategy.runtime.side_stream import SideStream, side_stream
+from hetero_strategy.runtime.unreached import Unreached
 from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.schedule.compile import RankAction, StepCompiler, StepProgram
 
@@ -55,8 +56,9 @@ class Executor:
         row_bytes: by number of the stage edge: bytes of a row on the way, on every rank.
         modules: all modules by name.
         placement: where they live.
-        weights: of the loss of every module that has one.
+        weights: of the loss of every module that has one, every source before its targets.
         replicas: ranks with equal parameters that saw other data (``dp_replicate`` without FSDP), by stage.
+        tensor_parallel: ranks that split an instance's layers, by stage.
         tied: parameters that two stages share.
         device: of this rank.
         storage: dtypes of parameters; rows between modules have that in which they compute.
@@ -70,6 +72,7 @@ class Executor:
     placement: Placement
     weights: Mapping[str, float]
     replicas: Mapping[StageId, dist.ProcessGroup | None]
+    tensor_parallel: Mapping[StageId, dist.ProcessGroup | None]
     tied: Tied
     device: torch.device
     storage: Storage = FP32
@@ -94,6 +97,7 @@ class Executor:
     """Edges whose rows come from there or go there."""
     running: RunningStep | None = field(init=False, default=None)
     """The step in progress, or the one that failed."""
+    unreached: Unreached = field(init=False)
 
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.device, self.compiler)
@@ -109,6 +113,7 @@ class Executor:
         for node, stage in self.stages.items():
             tp, stream = self.placement.layouts[computing(node.module)].tp, side.of(node.module) if side else None
             self.local[node] = LocalStage.of(node, stage, graph.stages[node], self.coordinates[node.module], tp, stream)
+        self.unreached = Unreached.of(self.modules, self.placement)
         early = {node: self.parameters[node] for node, one in self.local.items() if one.early}
         self.held = Held({computing(node.module): [local(p) for p in parts] for node, parts in early.items()})
 
@@ -155,7 +160,7 @@ class Executor:
             for finish in step.sums_under_way:
                 finish()
             if train:
-                self.tied.settle({a.action.node.module for a in batch.program.actions if a.last})
+                self.tied.settle({a.action.node.module for a in batch.program.actions if a.last}, self.unreached.noted)
         self.release(train=train)
         self._reduce(step.sums, batch)
         transport.drain()
@@ -190,13 +195,15 @@ class Executor:
                 fsdp.release(stage)
 
     def _reduce(self, sums: StepSums, batch: Batch) -> None:
-        """Sums over all ranks, and what these must agree on. A collective; nothing waits for the device."""
-        agreed = sums.totals[-Agreement.SUMMANDS :]
+        """Sums over all ranks, and what these agree on. A collective; `Unreached.drop` may wait for the device."""
+        missing, agreed = sums.spare.split([len(sums.spare) - Agreement.SUMMANDS, Agreement.SUMMANDS])
         self.agreement.write(batch.plan, agreed)
+        self.unreached.write(missing)
         if self.placement.world_size > 1:
             for summed in (sums.totals, *sums.results.values()):
                 dist.all_reduce(summed)
         self.agreement.note(batch.plan, agreed)
+        self.unreached.drop(missing)
 
     def ready(self, batch: Batch, *, train: bool) -> Batch:
         """The batch with its program, which the loader made for the kind of step that it expected."""
@@ -219,16 +226,18 @@ class RunningStep:
         self.live: dict[tuple[StageId, int], Live] = {}
         self.gradients: dict[int, torch.Tensor | None] = {}
         """Those of a step that failed, by ``id`` of their parameter: it has the gradients of before again."""
+        executor.unreached.noted.clear()
         self.sums_under_way: list[Callable[[], None]] = []
         """What waits for sums of gradients over data-parallel ranks that run beside the rest of the step."""
         self.sums = StepSums(
             executor.modules,
+            executor.weights,
             batch.plan,
             evaluation=not program.train,
             device=executor.device,
             dtype=torch.float64 if executor.exact else torch.float32,
             pipelined={name for name, layout in executor.placement.layouts.items() if layout.pipeline.stages > 1},
-            spare=Agreement.SUMMANDS,
+            spare=len(executor.unreached) * program.train + Agreement.SUMMANDS,
         )
         on: Callable[[str], AbstractContextManager[Any]] = nullcontext
         if executor.side is not None:
@@ -266,7 +275,7 @@ class RunningStep:
                 live = self.live.pop((action.node, action.microbatch))
                 assert live.later is not None
                 live.later()
-                self._accumulate(local)
+                local.accumulate()
             case "UNSHARD":
                 begin = recorder.now()
                 fsdp.gather(local.adapter)
@@ -380,7 +389,7 @@ class RunningStep:
             weights = [p for p in local.adapter.parameters() if p.requires_grad]
             leaves = [leaf for leaf in live.leaves if leaf.requires_grad]
             live.later = backward.inputs_first(roots, leaves, weights, local.recomputed)
-            self._accumulate(local)
+            local.accumulate()
         elif local.wrapped is None:
             backward.whole(roots)
             if local.copies is not None:
@@ -395,9 +404,9 @@ class RunningStep:
     def _backward_of_wrapped(self, step: RankAction, local: LocalStage, roots: backward.Roots) -> None:
         around: AbstractContextManager[None] = nullcontext()
         if not local.node.sharded:
-            fsdp.per_microbatch(local.adapter, step.last)
+            fsdp.per_microbatch(local.adapter, step.last, self.executor.unreached.noted)
         elif step.last and step.action.node.cohort < 0:  # else other instances may be at other work
-            around = fsdp.reducing(local.adapter)
+            around = fsdp.reducing(local.adapter, self.executor.unreached.noted)
         silent = not roots
         with around:
             backward.whole(roots)
@@ -406,22 +415,16 @@ class RunningStep:
 
     def _start_sums(self, node: StageId, local: LocalStage) -> Callable[[], None]:
         """Start to sum gradients over data-parallel ranks; what it returns waits for that."""
-        stage, replicas = local.adapter, self.executor.replicas[node]
+        stage, reached = local.adapter, self.executor.unreached.noted
+        groups = self.executor.replicas[node], self.executor.tensor_parallel[node]
         if local.copies is not None:
             local.copies.release()
         if not (local.wrapped is not None and local.node.sharded):
-            return settle(local.trained, replicas)
-        fsdp.reduce(stage)
+            return settle(local.trained, *groups, reached)
+        fsdp.reduce(stage, reached)
 
         def finish() -> None:
             fsdp.finish(stage)
-            settle(local.trained, replicas)()
+            settle(local.trained, *groups, reached)()
 
         return finish
-
-    def _accumulate(self, local: LocalStage) -> None:
-        """Add up gradients in the masters' dtype: of copies, and of half a backward, which FSDP's hooks do not see."""
-        if local.copies is not None:
-            local.copies.fold()
-        elif local.wrapped is not None:
-            fsdp.accumulate(local.adapter)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from hetero_strategy.layout.placement import Coordinate
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.random_numbers import RandomNumbers
+from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.copies import WeightCopies, copies_of
 from hetero_strategy.parallelize.offload import HostMemory, host_memory
 from hetero_strategy.plan.ahead import computing
@@ -70,6 +71,13 @@ class LocalStage(NamedTuple):
             recomputed=adapter.recomputed_parts(),
             stream=stream,
         )
+
+    def accumulate(self) -> None:
+        """Add up gradients in the masters' dtype: of copies, and of half a backward, which FSDP's hooks do not see."""
+        if self.copies is not None:
+            self.copies.fold()
+        elif self.wrapped is not None:
+            fsdp.accumulate(self.adapter)
 
 
 class Output(NamedTuple):

@@ -216,11 +216,14 @@ class _StepGradients:
             self._again(self._factors)
         assert self._made is not None
         made, self._made = self._made, None
-        reached = set[str]().union(*(self._runner._upstream[n] for n in used))
+        # The loss of a module that had no unit in this step is a constant.
+        worked = [n for n in used if not all(a.idle for a in self._batch.plan.assignments[n])]
+        reached = set[str]().union(*(self._runner._upstream[n] for n in worked))
+        # As torch adds no gradient to a leaf that has been frozen since the forward, such as by toggle_optimizer().
         new = [
             (p, gradient)
             for p, gradient in zip(self._parameters, made, strict=True)
-            if gradient is not None and self._runner._module_of[id(p)] in reached
+            if gradient is not None and p.requires_grad and self._runner._module_of[id(p)] in reached
         ]
         made.clear()
         if not new:
@@ -256,8 +259,15 @@ class _StepGradients:
                 "the step's gradients have to be computed again for these factors of out.losses, but parameters have"
                 " changed since; call backward before the optimizer steps"
             )
-        with torch.enable_grad(), self._runner._precision():
-            self.run(factors)
+        frozen = [p for p in self._parameters if not p.requires_grad]  # since the forward
+        try:
+            for p in frozen:
+                p.requires_grad_()
+            with torch.enable_grad(), self._runner._precision():
+                self.run(factors)
+        finally:
+            for p in frozen:
+                p.requires_grad_(False)
 
 
 def _differ(one: float | None, other: float | None) -> bool:

@@ -178,6 +178,7 @@ def assemble(
         placement=Placement(layouts, placement.world_size),
         weights=model.loss_weights,
         replicas={n: _replicas(registry, layouts[n.module], n.module, stage) for n, stage in mine.items()},
+        tensor_parallel={n: _axis(registry, layouts[n.module].tp, n.module, "tp") for n in mine},
         tied=find_tied(modules, layouts, rank, registry.group),
         device=device,
         storage=storage,
@@ -285,8 +286,13 @@ def _own_stages(
 
 
 def _replicas(registry: GroupRegistry, layout: ModuleLayout, name: str, stage: Adapter) -> dist.ProcessGroup | None:
-    if layout.dp_replicate == 1 or isinstance(stage, FSDPModule):
+    return None if isinstance(stage, FSDPModule) else _axis(registry, layout.dp_replicate, name, "dp_replicate")
+
+
+def _axis(registry: GroupRegistry, degree: int, name: str, axis: str) -> dist.ProcessGroup | None:
+    """Return this rank's group along an axis of a module's mesh; None where the degree is 1."""
+    if degree == 1:
         return None
     mesh = registry.mesh(name)
     assert mesh is not None
-    return mesh.get_group("dp_replicate")
+    return mesh.get_group(axis)

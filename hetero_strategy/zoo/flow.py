@@ -206,7 +206,8 @@ class FlowDecoder(Generator):
 
     def _targets(self, inputs: GeneratorInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return values, noise and the time of every target row ``[R, 1]``, fp64 in an fp64 model, else fp32."""
-        dtype = next(self.parameters()).dtype
+        # A parameter's own dtype is that of masters or of gathered weights, and may be another one in recomputation.
+        dtype = self.compute_dtype or next(self.parameters()).dtype
         dtype = dtype if dtype == torch.float64 else torch.float32
         time = inputs.time.to(dtype)[self._item_of_rows(inputs)]
         return inputs.values.to(dtype), inputs.noise.to(dtype), time[:, None]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks import random_settings
-from benchmarks.drawn_settings import Data, draw, smaller
+from benchmarks.drawn_settings import FOCUS, RECOMPUTES, Data, draw, smaller
 from benchmarks.random_settings import data_folder, line, masked, of_line, run, run_all, shrunk
 from tests.distributed.exact import on
 from tests.distributed.harness import Pool
@@ -66,7 +66,9 @@ def test_draws_are_their_numbers_and_cover_everything(data: dict[bool, Data]) ->
     for field in ("dp_replicate", "dp_shard", "cp", "tp", "tp_chunks", "pp", "vpp", "split", "pp_style"):
         assert sum(field in layout for layout in layouts) > 10
     assert any(-1 in layout.values() for layout in layouts) and {s.world for s in drawn} >= {1, 2, 3, 4, 6, 8}
-    for option in ("freeze", "recompute", "offload", "max_in_flight", "tokens", "balance"):
+    again = {(name, way, s.precision != "64-true") for s in drawn for name, way in s.recompute.items()}
+    assert again >= {(name, way, True) for name in FOCUS for way in RECOMPUTES}
+    for option in ("freeze", "recompute", "offload", "max_in_flight", "tokens", "balance", "unused"):
         assert sum(bool(getattr(s, option)) for s in drawn) > 30
     keys = set().union(*(s.balance or {} for s in drawn))
     assert keys == {"policy", "costs", "speeds", "budget", "rearrange", "reorder"}

@@ -95,6 +95,8 @@ class Setting:
     """Folders of rows of frozen encoders."""
     per_item: tuple[str, ...] = ()
     """Encoders whose rows are put together item by item: without items nothing follows from their parameters."""
+    unused: tuple[str, ...] = ()
+    """Modules whose last block runs in vain, so that no loss reaches its parameters."""
     islands: int = 1
     """Above 1 with ``balance``."""
     max_in_flight: Mapping[str, int] = field(default_factory=dict)
@@ -144,7 +146,7 @@ class Setting:
         """What a one-process run depends on."""
         layers = (self.vision_layers, self.audio_layers, self.llm_layers, self.draw_layers)
         weights = tuple(self.loss_weights.items())
-        model = (self.modules, self.lm, self.tied, self.kv_heads, self.freeze, layers, self.edges, weights)
+        model = (self.modules, self.lm, self.tied, self.kv_heads, self.freeze, layers, self.edges, weights, self.unused)
         others = (tuple(sorted(options.items())) for options in (self.dropout, self.float8))
         return (self.folder, *model, *others, self.batches, self.precision)
 
@@ -188,7 +190,14 @@ def model_of(setting: Setting, vocabulary: int) -> MultimodalModel:
             )  # fmt: skip
     for name in setting.per_item:
         modules[name].after = item_by_item
+    for name in setting.unused:
+        list(modules[name].blocks().values())[-1].register_forward_hook(in_vain)
     return MultimodalModel(modules, setting.flows(), freeze=setting.freeze, loss_weights=setting.loss_weights, seed=11)
+
+
+def in_vain(block: Any, given: tuple[Any, ...], made: Any) -> Any:
+    """The rows that a block was given."""
+    return given[0]
 
 
 def item_by_item(rows: torch.Tensor, inputs: EncoderInputs) -> torch.Tensor:

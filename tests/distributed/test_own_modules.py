@@ -76,6 +76,17 @@ class CutBefore(Cut):
         return rows
 
 
+class InVain(Cut):
+    """Gives the rows before its last block, as LLaVA does: no loss reaches the parameters of that block."""
+
+    def transform(self, rows: torch.Tensor, inputs: EncoderInputs) -> torch.Tensor:
+        *used, last = self.blocks().values()
+        for block in used:
+            rows = rows + block(rows)
+        last(rows)
+        return rows
+
+
 class Looped(Cut):
     """Its blocks run once per picture."""
 
@@ -207,7 +218,7 @@ def test_own_backbones(pool: Pool, tmp_path: Path, layout: str) -> None:
     encoders, llm, reshard = LAYOUTS[layout]
     plain = Job(str(data(tmp_path)), steps=3, batch=8, microbatches=4, precision="64-true")
     job = replace(plain, strategy={"reshard_after_forward": reshard}).on(vision=encoders, audio=AUDIO, llm=llm)
-    kinds = [Early, Branches, Cut, CutBefore, Bare]
+    kinds = [Early, Branches, Cut, CutBefore, Bare, InVain]
     world = 1 + max(max(one["ranks"]) for one in (encoders, llm))
     refused = [Counting] if llm == encoders == SHARDED or "dp_replicate" in llm else []
     ranks = pool.run(world, on_rank, job, kinds, refused, group=False, timeout=300)

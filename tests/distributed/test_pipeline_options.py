@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 from hetero_strategy.boundary.transport import Transport
 from hetero_strategy.parallelize import fsdp
+from hetero_strategy.parallelize.gradients import Reached
 from hetero_strategy.runtime.executor import RunningStep
 from hetero_strategy.runtime.step import StepRunner
 from tests.distributed.exact import EXACT, NOTICED, compare, expected, on, setting_of
@@ -194,9 +195,9 @@ def summed_in_backward(rank: int, world: int, setting: Setting, wanted: Referenc
     within: list[bool] = []
     original = fsdp._reduce
 
-    def noted(stage: torch.nn.Module, group: Any) -> None:
+    def noted(stage: torch.nn.Module, group: Any, reached: Reached) -> None:
         within.append(torch._C._current_graph_task_id() != -1)
-        original(stage, group)
+        original(stage, group, reached)
 
     fsdp._reduce = noted
     try:

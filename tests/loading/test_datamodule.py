@@ -267,6 +267,11 @@ def limited(module: str = "llm", **limits: Any) -> MultimodalModel:
     return model
 
 
+def two_readers() -> MultimodalModel:
+    modules = {**reader().modules_by_name, "caption": reader().modules_by_name["llm"]}
+    return MultimodalModel(modules, [(source, to) for source in ("vision", "audio") for to in ("llm", "caption")])
+
+
 def test_what_a_budget_or_the_model_cannot_take_is_named_before_training(digits: Path, tmp_path: Path) -> None:
     whole = data(digits)
     whole.setup("fit")
@@ -283,6 +288,11 @@ def test_what_a_budget_or_the_model_cannot_take_is_named_before_training(digits:
             {"balance": {"budget": {"llm": longest - 1}}},
             ConfigError,
             named,
+        ),
+        (
+            {"balance": {"budget": {"caption": longest - 1}}, "model": two_readers},
+            ConfigError,
+            f"{named} an instance of 'caption' in a microbatch",
         ),
         (
             {"balance": {"budget": {"vision": largest - 1}}},

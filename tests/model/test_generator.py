@@ -241,3 +241,11 @@ def test_a_drawing_that_does_not_count_adds_nothing_to_the_loss(decoder):
 def test_no_two_rows_of_an_item_have_one_position():
     table = positions(items([(2, 2)], [2]), 8, torch.zeros((), dtype=torch.float64))
     assert len(table) == 6 == len(table.unique(dim=0))
+
+
+def test_targets_have_the_dtype_that_computes_whichever_weights_are_gathered(decoder) -> None:
+    """Else recomputation, in which other weights are gathered than in the forward, would make other ones."""
+    last = decoder.double().stage(["layers.2"], first=False, last=True)
+    for dtype in (torch.float32, torch.float64):
+        last.compute_dtype = dtype
+        assert {x.dtype for x in last._targets(items([[2, 2]], [1]))} == {dtype}

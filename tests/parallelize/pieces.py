@@ -160,7 +160,7 @@ def run(rank: int, world: int, piece: Piece) -> dict[str, Any]:
                 continue
             (leaf, root), grad = live.pop(mb), mine(grads[key][number])
             if layout.dp_shard > 1 and piece.mode == "each":
-                fsdp.per_microbatch(stage, mb == piece.microbatches - 1)
+                fsdp.per_microbatch(stage, mb == piece.microbatches - 1, {})
             seed = torch.ones_like(root) if grad is None else grad
             weights = [p for p in stage.parameters() if p.requires_grad]
             roots = [(get_gradient_edge(root), seed)] if root.requires_grad else []
@@ -177,16 +177,16 @@ def run(rank: int, world: int, piece: Piece) -> dict[str, Any]:
             if piece.forget == "reduce":
                 fsdp.release(stage)
             else:
-                fsdp.reduce(stage)
+                fsdp.reduce(stage, {})
                 fsdp.finish(stage)
         replicas = None
         if layout.dp_replicate > 1 and layout.dp_shard == 1:
             mesh = registry.mesh("m")
             assert mesh is not None
             replicas = mesh.get_group("dp_replicate")
-        settle((p for p in stage.parameters() if p.requires_grad), replicas)()
+        settle((p for p in stage.parameters() if p.requires_grad), replicas, None, {})()
     if piece.forget != "tied":
-        tied.settle(["m"])
+        tied.settle(["m"], {})
     found = {}
     for stage in stages.values():
         for name, parameter in _owned(stage).items():

@@ -21,7 +21,7 @@ from hetero_strategy.model import Backbone
 from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.apply import parallelize
-from hetero_strategy.parallelize.gradients import settle
+from hetero_strategy.parallelize.gradients import Reached, settle
 from tests.distributed.harness import Pool
 from tests.parallelize.pieces import MAKE, inputs_of, loss_of
 
@@ -53,12 +53,12 @@ def seconds(rank: int, world: int, layout: ModuleLayout) -> dict[str, float]:
         timed("forward", begun)
         loss.backward()
         if layout.dp_shard > 1:
-            fsdp.reduce(stage)
+            fsdp.reduce(stage, {})
             fsdp.finish(stage)
         else:
             time.sleep(late * rank)
             begun = time.perf_counter()
-            finish = settle(stage.parameters(), mesh.get_group("dp_replicate"))
+            finish = settle(stage.parameters(), mesh.get_group("dp_replicate"), None, {})
             timed("start", begun)
             finish()
             timed("finish", begun)
@@ -89,9 +89,9 @@ def summed(rank: int, world: int, idle: bool) -> tuple[list[str], dict[str, torc
     events: list[str] = []
     original = fsdp._reduce
 
-    def noted(stage: torch.nn.Module, group: Any) -> None:
+    def noted(stage: torch.nn.Module, group: Any, reached: Reached) -> None:
         events.append(f"sum of {names[id(group)] or 'the rest'}")
-        original(stage, group)
+        original(stage, group, reached)
 
     fsdp._reduce = noted
     try:
@@ -106,11 +106,11 @@ def summed(rank: int, world: int, idle: bool) -> tuple[list[str], dict[str, torc
         losses.append(loss_of(stage(inputs_of("titan", 2 + rank), {}, None)))
         losses[0].backward()
         assert not events
-        with fsdp.reducing(stage):
+        with fsdp.reducing(stage, {}):
             if not (idle and rank):
                 losses[1].backward()
         during = len(events)
-        fsdp.reduce(stage)
+        fsdp.reduce(stage, {})
         assert during == (0 if idle and rank else len(events))
         fsdp.finish(stage)
     finally:
@@ -168,10 +168,10 @@ class Twice(Backbone):
 def test_a_block_that_runs_twice_is_summed_after_both_of_its_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     original, module = fsdp._reduce, Twice()
 
-    def noted(stage: torch.nn.Module, group: Any) -> None:
+    def noted(stage: torch.nn.Module, group: Any, reached: Reached) -> None:
         number = [group in fsdp._groups(layer._get_fsdp_state()) for layer in module.layers]  # type: ignore[operator]
         module.events.append(f"sum of {number.index(True) if any(number) else 'the rest'}")
-        original(stage, group)
+        original(stage, group, reached)
 
     monkeypatch.setattr(fsdp, "_reduce", noted)
     with fake_world(0, 2):
@@ -179,8 +179,8 @@ def test_a_block_that_runs_twice_is_summed_after_both_of_its_backwards(monkeypat
         module.to_empty(device="cpu")
         fsdp.gather(module)
         out = module(torch.zeros(3, 8, requires_grad=True))
-        with fsdp.reducing(module):
+        with fsdp.reducing(module, {}):
             out.sum().backward()
-        fsdp.reduce(module)
+        fsdp.reduce(module, {})
         fsdp.finish(module)
     assert module.events == ["backward of 1", "sum of 1", "backward of 0", "backward of 0", "sum of 0"]

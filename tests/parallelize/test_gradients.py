@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from hetero_strategy.parallelize import gradients
-from hetero_strategy.parallelize.gradients import Owned, clip_by_norm, clip_by_value, scale, settle
+from hetero_strategy.parallelize.gradients import Owned, clip_by_norm, clip_by_value, local, scale, settle
 from tests.distributed.harness import Pool
 
 
@@ -43,7 +45,7 @@ def steps_on_rank(rank: int, world: int) -> list[tuple[float, bool]]:
             same.grad = given.sum(0) if replicas is not None else given[rank]
             weight.grad = given[rank].transpose(0, 1).contiguous().transpose(0, 1)  # as that of half a backward may be
         with patch.object(gradients, "BUCKET_BYTES", 300):  # the last has a flat piece of its own
-            settle(weights, replicas)()
+            settle(weights, replicas, None, {})()
         optim.AdamW(weights, lr=0.1, fused=True).step()
         optim.AdamW(plain, lr=0.1, foreach=False).step()
         for weight, same in zip(weights, plain, strict=True):
@@ -58,11 +60,35 @@ def test_gradients_lie_as_their_parameters_for_kernels_that_walk_memory(pool: Po
         assert all(apart < 1e-6 and alike for apart, alike in found), found
 
 
+def drifting_on_rank(rank: int, world: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Weights that tensor-parallel ranks hold whole, and one they split, after 5 steps in which kernels of each rank
+    round otherwise.
+    """
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    parts = {p: distribute_tensor(torch.ones(4, 3), mesh, [p]) for p in (Replicate(), Shard(0))}
+    plain, whole, split = map(nn.Parameter, (torch.ones(5), *parts.values()))
+    weights = [plain, whole, split]
+    for step in range(5):
+        for weight in weights:
+            weight.grad = (weight * 0.1).detach().clone() * (1 + 1e-7 * (1 + step) * rank)
+        with patch.object(gradients, "BUCKET_BYTES", 20):
+            settle(weights, None, dist.group.WORLD, {})()
+        optim.SGD(weights, 0.5).step()
+    return [plain.detach(), local(whole).detach()], local(split).detach()
+
+
+@pytest.mark.distributed
+def test_what_ranks_of_tensor_parallelism_hold_whole_stays_equal_bit_by_bit(pool: Pool) -> None:
+    (whole, split), (other, rest) = pool.run(2, drifting_on_rank)
+    assert all(torch.equal(one, same) for one, same in zip(whole, other, strict=True))
+    assert whole[0][0] == split[0, 0] != rest[0, 0]  # what is split has each rank's own
+
+
 def missing_on_rank(rank: int, world: int) -> list[float]:
     """Gradients of two parameters, of which the second rank has computed none for the one, and nobody for the other."""
     some, none = (nn.Parameter(torch.zeros(())) for _ in range(2))
     some.grad = torch.tensor(3.0) if not rank else None
-    settle([some, none], dist.group.WORLD)()
+    settle([some, none], dist.group.WORLD, None, {})()
     return [float(p.grad) for p in (some, none) if p.grad is not None]
 
 

@@ -126,7 +126,7 @@ def test_gradients_of_later_halves_add_up_in_the_dtype_of_masters() -> None:
         for later in weights_later:
             later()
             fsdp.accumulate(module)
-        fsdp.reduce(module)
+        fsdp.reduce(module, {})
         fsdp.finish(module)
         (gradient,) = local(module.scale.grad).tolist()
     assert gradient == -1 - 2.0**-9
