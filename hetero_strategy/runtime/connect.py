@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from hetero_strategy.boundary.pairs import Meetings
+from hetero_strategy.boundary.pairs import Meetings, components
 from hetero_strategy.boundary.transport import Channel
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.layout.registry import context_sets, rank_sets
@@ -56,18 +56,16 @@ def connections(graph: StageGraph) -> int:
     return sum(meetings.count for meetings in chain.from_iterable(ways))
 
 
-def channel_sets(graph: StageGraph, number: int) -> dict[bool, tuple[frozenset[int], frozenset[int]]]:
-    """Ranks between which an edge's rows travel (False), and their gradients where there are any (True), in each hop.
+def channel_sets(graph: StageGraph, number: int) -> dict[bool, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]]:
+    """Rank sets in which an edge's rows travel (False), and their gradients where there are any (True), in each hop.
 
-    Edges between cohorts of the same two stages share them. A hop in which no two ranks meet has no ranks: rows that
-    stay where they are, and the second one of a stage whose ranks have no row in common.
+    Edges between cohorts of the same two stages share them. A set has no more ranks than may meet, since NCCL has fewer
+    channels between two ranks of a wider group. A hop in which no two ranks meet has no sets: rows that stay where they
+    are, and the second one of a stage whose ranks have no row in common.
     """
     alike = [meetings_of(graph, n) for n, first in enumerate(graph.firsts) if first == graph.firsts[number]]
-
-    def ranks(back: bool, hop: int) -> frozenset[int]:
-        return frozenset(rank for ways in alike if ways[back][hop] for rank in ways[back][hop].ranks)
-
-    return {back: (ranks(back, 0), ranks(back, 1)) for back in alike[0]}
+    first, second = ({back: components(ways[back][hop] for ways in alike) for back in alike[0]} for hop in (0, 1))
+    return {back: (first[back], second[back]) for back in alike[0]}
 
 
 def process_groups(
@@ -75,7 +73,8 @@ def process_groups(
 ) -> dict[str, list[tuple[int, ...]]]:
     """Predict the process groups of a run: what they are for -> the ranks of each. Pure.
 
-    On CUDA those of modules and edges are NCCL's, of which each costs every member memory and a meeting of all members.
+    On CUDA those of modules and edges are NCCL's, of which each costs every member memory, but for those of one rank.
+    Sets without a common rank are created at once, see :func:`~hetero_strategy.layout.registry.disjoint`.
 
     Args:
         owners: pairs that share a weight, see :func:`~hetero_strategy.parallelize.tied.tied_rank_sets`.
@@ -91,7 +90,7 @@ def process_groups(
     sets = [ranks for ranks in rank_sets(placement, owners) if len(ranks) > 1]
     modules = list(dict.fromkeys([everyone, *sets, *alone]))
     ways = [hops for number in sorted({*graph.firsts}) for hops in channel_sets(graph, number).values()]
-    edges = [tuple(sorted(ranks)) for ranks in chain.from_iterable(ways) if ranks]
+    edges = [ranks for hops in ways for ranks in chain.from_iterable(hops)]
     if device_type != "cuda":
         edges = [ranks for ranks in dict.fromkeys(edges) if ranks not in set(modules)]
     return {"modules": modules + context_sets(placement), "edges": edges, "host": [everyone, everyone]}

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.pipelines import Setting, planned
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.layout.registry import disjoint
 from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.runtime.connect import channel_sets, meetings_of, process_groups
 from hetero_strategy.schedule.action import Stage, StageGraph, StageId
@@ -49,7 +50,7 @@ def test_a_hop_has_a_group_if_and_only_if_it_has_messages(name: str) -> None:
                     if messages.sends or messages.receives:
                         sets = channel_sets(graph, transfer.edge)[transfer.backward]
                         peers = [peer for peer, _ in (*messages.sends, *messages.receives)]
-                        assert {rank, *peers} <= sets[hop]
+                        assert any({rank, *peers} <= {*ranks} for ranks in sets[hop])
                         used.add((graph.firsts[transfer.edge], transfer.backward, hop))
     sets_of = {first: channel_sets(graph, number) for number, first in enumerate(graph.firsts)}
     ways = [(first, back, hops) for first, sets in sets_of.items() for back, hops in sets.items()]
@@ -67,6 +68,22 @@ def test_how_many_groups_a_rank_of_a_sequence_parallel_pipeline_is_in() -> None:
     }
     ends = [of_stage[rank] in (0, 3) for rank in range(8)]
     assert [counted[rank] for rank in range(8)] == [2 + (2 if end else 4) for end in ends]
+
+
+def test_a_group_for_messages_is_as_narrow_as_those_who_meet() -> None:
+    """NCCL has fewer channels between two ranks of a wider group: stages of 32 ranks pass rows on in pairs."""
+    layouts = {"vision": ModuleLayout(range(64)), "llm": ModuleLayout(range(64), pp=2, tp=2)}
+    setting = Setting("wide", layouts, fill="none", llm=(128, 8), vision=(128, 2), samples=64)
+    graph, widths = setting.blueprint.graph, dict[tuple[str, str], set[int]]()
+    for number, edge in enumerate(graph.edges):
+        for hops in channel_sets(graph, number).values():
+            for sets in hops:
+                ranks = [rank for one in sets for rank in one]
+                assert len(ranks) == len({*ranks}), "a rank has one group for a hop"
+                widths.setdefault((edge[0].module, edge[1].module), set()).update(map(len, sets))
+    assert widths == {("vision", "llm"): {64}, ("llm", "llm"): {2}}
+    sets = process_groups(setting.placement, graph, (), "cuda")["edges"]
+    assert len(sets) == 2 + 2 * 32 and len(disjoint(sets)) == 2 + 2
 
 
 def test_stages_of_one_module_keep_their_instance() -> None:
