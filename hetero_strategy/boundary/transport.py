@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hetero_strategy.boundary.route import Rows, Transfer
+from hetero_strategy.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class Channel:
     width: int
     dtype: torch.dtype
     device: torch.device
+    source: str = "the source"
+    """Module whose rows, or gradients of rows, travel; for messages of errors, as :attr:`target`."""
+    target: str = "the target"
+    """Module that gets them."""
 
     @cached_property
     def hops(self) -> tuple[Wire, Wire]:
@@ -87,6 +92,9 @@ class Crossing(NamedTuple):
 
 Arriving = tuple[dist.Work, Rows | None, torch.Tensor]
 """A message on its way here: its handle, its buffer, and the rows it is for, None where the buffer is where they go."""
+Sent = tuple[dist.Work, torch.Tensor, int | None]
+"""A message on its way from here: its handle, its rows, and how often their memory was written to before, None where
+others may write to it."""
 
 
 class Transport:
@@ -116,7 +124,9 @@ class Transport:
         self._given: dict[int, torch.Tensor] = {}
         self._out: dict[int, torch.Tensor] = {}
         self._arriving: dict[int, list[Arriving]] = {}
-        self._sent: dict[int, list[tuple[dist.Work, torch.Tensor]]] = {}
+        self._sent: dict[int, list[Sent]] = {}
+        self._readers: dict[int, str] = {}
+        """By address of rows that were given: the last module that read them where they are."""
         self._under_way = defaultdict[tuple[int, bool], deque[int]](deque)
         """Of every communicator: the transfers in :attr:`_sent`, in the order of their messages."""
 
@@ -144,6 +154,7 @@ class Transport:
         if number in self._crosses:
             self._cross(number, rows)
         if transfer.is_identity and rows is not None:
+            self._readers[rows.untyped_storage().data_ptr()] = channel.target
             return rows if add_to is None else add_to.add_(rows)
         second = transfer.second
         out = self._out.pop(number, None)
@@ -169,13 +180,30 @@ class Transport:
         """Let the buffers of a transfer go whose rows are known to have arrived (stream-ordered on CUDA)."""
         # The stream that carries rows has their memory again.
         with torch.cuda.stream(self._carries) if number in self._crosses else nullcontext():
-            for work, _ in self._sent.pop(number, ()):
-                work.wait()
+            for message in self._sent.pop(number, ()):
+                message[0].wait()
+                self._check_unchanged(number, message)
 
     def drain(self) -> None:
         """Let all buffers go once they are sent."""
         for number in list(self._sent):
             self.free(number)
+
+    def _check_unchanged(self, number: int, message: Sent) -> None:
+        """Refuse rows that were written to on their way: a GPU sends what is there when it comes to it.
+
+        Raises:
+            ModelError: a module that reads the same rows on this rank, or the one that made them, works in place.
+        """
+        _, rows, version = message
+        if version is not None and rows._version != version:
+            channel = self._transfers[number][0]
+            writer = self._readers.get(rows.untyped_storage().data_ptr(), channel.source)
+            raise ModelError(
+                f"{writer} wrote in place into rows of {channel.source} while they were sent to {channel.target},"
+                " which would get the changed ones on a GPU; let its first operation on them make new rows (x + y, not"
+                " x += y; no inplace=True), and return no buffer that is written to again"
+            )
 
     def _cross(self, number: int, rows: torch.Tensor | None) -> None:
         """The current stream takes over rows of another one, and the memory in which others arrive."""
@@ -194,11 +222,12 @@ class Transport:
         for numbers in self._under_way.values():
             while numbers:
                 if numbers[0] in self._sent:  # else it was freed
-                    for work, _ in self._sent[numbers[0]]:
+                    for work, _, _ in self._sent[numbers[0]]:
                         if not work.is_completed():
                             break
                     else:
-                        del self._sent[numbers[0]]
+                        for message in self._sent.pop(numbers[0]):
+                            self._check_unchanged(numbers[0], message)
                         continue
                     break
                 numbers.popleft()
@@ -249,7 +278,9 @@ class Transport:
                 if number not in self._sent:
                     self._sent[number] = []
                     self._under_way[id(self._transfers[number][0]), first].append(number)
-                self._sent[number].append((work, op.tensor))
+                # The second hop sends rows of a buffer into which others arrive.
+                own = first and not op.tensor.is_inference()
+                self._sent[number].append((work, op.tensor, op.tensor._version if own else None))
             else:
                 self._arriving.setdefault(number, []).append((work, place, op.tensor))
 

@@ -243,7 +243,9 @@ def _channels(
         if any(rank in graph.stages[node].ranks for node in edge):
             for back in sets_of[alike]:
                 first, second = (groups.get((alike, back, hop)) for hop in (0, 1))
-                channels[number, back] = Channel(first, second, 2 * number + back, *rows[number], device)
+                source, target = (f"module {node.module!r}" for node in (edge[::-1] if back else edge))
+                tag = 2 * number + back
+                channels[number, back] = Channel(first, second, tag, *rows[number], device, source, target)
     return channels
 
 
