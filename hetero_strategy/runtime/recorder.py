@@ -23,7 +23,7 @@ LEAD = 4
 Mark = float | torch.cuda.Event
 
 
-class Event(Protocol):
+class Moment(Protocol):
     """A moment on the device for which the host can wait."""
 
     def synchronize(self) -> None:
@@ -42,7 +42,7 @@ class Lead:
     """
 
     def __init__(self) -> None:
-        self._ends: defaultdict[Hashable, deque[Event]] = defaultdict(deque)
+        self._ends: defaultdict[Hashable, deque[Moment]] = defaultdict(deque)
         """By stream: a host that waits for one of two streams would keep the other one from its work."""
 
     def wait(self, stream: Hashable) -> None:
@@ -51,7 +51,7 @@ class Lead:
         while len(ends) >= LEAD:
             ends.popleft().synchronize()
 
-    def ran(self, stream: Hashable, end: Event) -> None:
+    def ran(self, stream: Hashable, end: Moment) -> None:
         """Note the end of an action that the stream was asked for."""
         self._ends[stream].append(end)
 
