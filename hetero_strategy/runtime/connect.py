@@ -12,17 +12,24 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Int64
 
 from hetero_strategy.boundary.pairs import Meetings, components
 from hetero_strategy.boundary.transport import Channel
 from hetero_strategy.layout.placement import Placement
-from hetero_strategy.layout.registry import context_sets, rank_sets
+from hetero_strategy.layout.registry import MESSAGE_CTAS, context_sets, rank_sets
 from hetero_strategy.schedule.action import StageGraph
 
 MANY = 512
 """Partners of a rank from which it says how to have fewer: each is memory and connections of the backend."""
+SENDING, RECEIVING = 2 * 2**20, 10 * 2**20
+"""Bytes that NCCL keeps for a channel to a rank, and for one from a rank: buffers of all its protocols (LL 0.5, LL128
+4.7, SIMPLE 4 MiB), in pages of 2 MiB (``transport/p2p.cc``, NCCL 2.28)."""
+BETWEEN_NODES = 32 * 2**20
+"""Bytes that a communicator keeps for all messages to and from other nodes, about."""
 log = logging.getLogger(__name__)
 
 
@@ -94,6 +101,33 @@ def process_groups(
     if device_type != "cuda":
         edges = [ranks for ranks in dict.fromkeys(edges) if ranks not in set(modules)]
     return {"modules": modules + context_sets(placement), "edges": edges, "host": [everyone, everyone]}
+
+
+def message_buffers(graph: StageGraph, world_size: int, ranks_per_node: int = 8) -> Int64[np.ndarray, "ranks"]:
+    """Bytes of NCCL's buffers for messages on every rank: on a node for each channel to and from each partner, to other
+    nodes in a pool of the communicator. Pure.
+    """
+    bytes_ = np.zeros(world_size, dtype=np.int64)
+    for number in sorted({*graph.firsts}):
+        alike = [meetings_of(graph, n) for n, first in enumerate(graph.firsts) if first == graph.firsts[number]]
+        for back, hops in channel_sets(graph, number).items():
+            for hop, ranks in ((hop, ranks) for hop, sets in enumerate(hops) for ranks in sets):
+                channels = _channels_per_peer(len(ranks), one_node=len({r // ranks_per_node for r in ranks}) == 1)
+                for rank in ranks:
+                    ways = [way[back][hop] for way in alike]
+                    to, of = (set().union(*(x.peers(rank) for x in each)) for each in (ways, [w.back for w in ways]))
+                    near = [[r for r in each if r // ranks_per_node == rank // ranks_per_node] for each in (to, of)]
+                    bytes_[rank] += channels * (len(near[0]) * SENDING + len(near[1]) * RECEIVING)
+                    bytes_[rank] += BETWEEN_NODES * (len(near[0]) < len(to) or len(near[1]) < len(of))
+    return bytes_
+
+
+def _channels_per_peer(ranks: int, *, one_node: bool) -> int:
+    """Channels between two ranks of a group for messages (``graph/paths.cc``, NCCL 2.29)."""
+    channels = MESSAGE_CTAS
+    while not one_node and channels > 1 and channels * -(-ranks // 8) > MESSAGE_CTAS:
+        channels //= 2
+    return channels
 
 
 def most_groups(made: Mapping[str, Sequence[tuple[int, ...]]]) -> dict[str, int]:

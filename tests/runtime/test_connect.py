@@ -11,9 +11,17 @@ import pytest
 
 from benchmarks.pipelines import Setting, planned
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.layout.registry import disjoint
+from hetero_strategy.layout.registry import MESSAGE_CTAS, disjoint
 from hetero_strategy.layout.row_sharding import RowSharding
-from hetero_strategy.runtime.connect import channel_sets, meetings_of, process_groups
+from hetero_strategy.runtime.connect import (
+    BETWEEN_NODES,
+    RECEIVING,
+    SENDING,
+    channel_sets,
+    meetings_of,
+    message_buffers,
+    process_groups,
+)
 from hetero_strategy.schedule.action import Stage, StageGraph, StageId
 from hetero_strategy.schedule.compile import compile_step
 
@@ -84,6 +92,24 @@ def test_a_group_for_messages_is_as_narrow_as_those_who_meet() -> None:
     assert widths == {("vision", "llm"): {64}, ("llm", "llm"): {2}}
     sets = process_groups(setting.placement, graph, (), "cuda")["edges"]
     assert len(sets) == 2 + 2 * 32 and len(disjoint(sets)) == 2 + 2
+
+
+def test_what_nccl_keeps_for_messages() -> None:
+    """A stage on each of two ranks, whose rows go one way and whose gradients go the other; and wide modules,
+    between whose ranks NCCL has fewer channels where they are on several nodes.
+    """
+    stages = {StageId("llm", n): Stage(np.array([[n]]), True, True, row_sharding=RowSharding(1)) for n in range(2)}
+    graph = StageGraph(stages, ((StageId("llm", 0), StageId("llm", 1)),), {})
+    assert message_buffers(graph, 3).tolist() == [MESSAGE_CTAS * (SENDING + RECEIVING)] * 2 + [0]
+    assert message_buffers(graph, 3, ranks_per_node=1).tolist() == [2 * BETWEEN_NODES] * 2 + [0]
+    layouts = {"vision": ModuleLayout(range(8)), "llm": ModuleLayout(range(8, 16))}
+    wide = Setting("nodes", layouts, fill="none", llm=(128, 8), vision=(128, 2), samples=64).blueprint.graph
+    near = message_buffers(wide, 16, ranks_per_node=16)
+    assert near.tolist() == [8 * MESSAGE_CTAS * (SENDING + RECEIVING)] * 16
+    assert message_buffers(wide, 16, ranks_per_node=8).tolist() == [2 * BETWEEN_NODES] * 16
+    uneven = message_buffers(wide, 16, ranks_per_node=12)  # the second module's ranks are on both
+    assert uneven[0] == 2 * BETWEEN_NODES + 4 * 2 * (SENDING + RECEIVING)
+    assert uneven[8] == 8 * 2 * (SENDING + RECEIVING) and uneven[12] == 2 * BETWEEN_NODES
 
 
 def test_stages_of_one_module_keep_their_instance() -> None:
