@@ -136,7 +136,8 @@ class Transport:
         if rows.shape[0] != transfer.inputs:
             raise RuntimeError(f"the plan says {transfer.inputs} rows on this rank, the module made {rows.shape[0]}")
         if transfer.first.sends or transfer.local[0].size:
-            self._given[number] = rows.to(channel.dtype).contiguous()
+            self._given[number] = given = rows.to(channel.dtype).contiguous()
+            self._readers.pop(given.untyped_storage().data_ptr(), None)  # of other rows that were there before
             if number in self._crosses:
                 self._made[number] = torch.cuda.current_stream().record_event()
 

@@ -113,7 +113,7 @@ def _sum_parts(group: Any) -> None:
     for parameter in group.fsdp_params:
         if parameter.is_dtensor and hasattr(parameter, "_unsharded_param"):
             parameter.accumulate_unsharded_grad_if_needed()
-            if is_part(_gradient(parameter), parameter._unsharded_dtensor_spec.placements):
+            if is_part(_gradient(parameter), parameter.unsharded_param.placements):
                 found.append(parameter)
     for parameter, gradient in zip(found, summed([_gradient(parameter) for parameter in found]), strict=True):
         if parameter.unsharded_accumulated_grad is None:
@@ -233,6 +233,13 @@ def _reduce(stage: nn.Module, group: Any) -> None:
 def finish(stage: nn.Module) -> None:
     """Wait, on the device, for the sums that :func:`reduce` started, or end a backward in which no hook of FSDP ran."""
     _root_state(stage)._root_post_backward_final_callback()
+
+
+def forget(stage: nn.Module) -> None:
+    """Drop sums over shards that wait for their replicas, after a step that ended before its last backward."""
+    for part in _parts(stage):
+        for group in _groups(part._get_fsdp_state()):
+            group._partial_reduce_output = None
 
 
 def release(stage: nn.Module) -> None:

@@ -190,6 +190,11 @@ class Executor:
             if not (train and self.compiler.graph.stages[stage_id].trains):
                 fsdp.release(stage)
 
+    def forget(self) -> None:
+        """Drop what a step that failed has added up and the next one must not add to."""
+        for stage in self.stages.values():
+            fsdp.forget(stage)
+
     def _reduce(self, sums: StepSums, batch: Batch) -> None:
         """Sums over all ranks, and what these must agree on. A collective; nothing waits for the device."""
         agreed = sums.totals[-Agreement.SUMMANDS :]

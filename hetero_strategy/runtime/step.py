@@ -192,6 +192,7 @@ class _StepGradients:
             self._names = list(outcome.losses)
             self._made = [p.grad for p in self._parameters]
         except BaseException:
+            self._runner.executor.forget()
             if (step := self._runner.executor.running) is not None:
                 step.gradients = {id(p): p.grad for p in self._parameters}
             raise

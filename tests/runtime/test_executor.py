@@ -82,16 +82,16 @@ def test_gradients_of_before_are_there_after_a_step_that_fails() -> None:
         raise MemoryError
 
     running: Any = SimpleNamespace(gradients={})
-    runner: Any = SimpleNamespace(
-        _parameters=[weight], executor=SimpleNamespace(weights={}, run=fails, running=running)
-    )
+    forgot: list[None] = []
+    executor = SimpleNamespace(weights={}, run=fails, running=running, forget=lambda: forgot.append(None))
+    runner: Any = SimpleNamespace(_parameters=[weight], executor=executor)
     step = _StepGradients(runner, None, 0, None)  # type: ignore[arg-type]
     with pytest.raises(MemoryError):
         step.run({})
     assert weight.grad is before and torch.equal(running.gradients[id(weight)], torch.full((2,), 7.0))
     with pytest.raises(MemoryError):
         step.run({}, drop=True)
-    assert weight.grad is None
+    assert weight.grad is None and len(forgot) == 2
 
 
 def test_factors_of_losses_that_are_no_numbers_are_others() -> None:
