@@ -119,14 +119,14 @@ class Transport:
         self.index = index
         self._carries = None if crossing is None else crossing.carries
         self._crosses: Collection[int] = () if crossing is None else crossing.transfers
+        self._counts = not torch.is_inference_mode_enabled()
+        """Whether tensors know how often they were written to."""
         self._made: dict[int, torch.cuda.Event] = {}
         """Of what another stream carries: when it is there."""
         self._given: dict[int, torch.Tensor] = {}
         self._out: dict[int, torch.Tensor] = {}
         self._arriving: dict[int, list[Arriving]] = {}
         self._sent: dict[int, list[Sent]] = {}
-        self._readers: dict[int, str] = {}
-        """By address of rows that were given: the last module that read them where they are."""
         self._under_way = defaultdict[tuple[int, bool], deque[int]](deque)
         """Of every communicator: the transfers in :attr:`_sent`, in the order of their messages."""
 
@@ -136,8 +136,7 @@ class Transport:
         if rows.shape[0] != transfer.inputs:
             raise RuntimeError(f"the plan says {transfer.inputs} rows on this rank, the module made {rows.shape[0]}")
         if transfer.first.sends or transfer.local[0].size:
-            self._given[number] = given = rows.to(channel.dtype).contiguous()
-            self._readers.pop(given.untyped_storage().data_ptr(), None)  # of other rows that were there before
+            self._given[number] = rows.to(channel.dtype).contiguous()
             if number in self._crosses:
                 self._made[number] = torch.cuda.current_stream().record_event()
 
@@ -155,7 +154,6 @@ class Transport:
         if number in self._crosses:
             self._cross(number, rows)
         if transfer.is_identity and rows is not None:
-            self._readers[rows.untyped_storage().data_ptr()] = channel.target
             return rows if add_to is None else add_to.add_(rows)
         second = transfer.second
         out = self._out.pop(number, None)
@@ -181,30 +179,25 @@ class Transport:
         """Let the buffers of a transfer go whose rows are known to have arrived (stream-ordered on CUDA)."""
         # The stream that carries rows has their memory again.
         with torch.cuda.stream(self._carries) if number in self._crosses else nullcontext():
-            for message in self._sent.pop(number, ()):
-                message[0].wait()
-                self._check_unchanged(number, message)
+            for work, rows, version in self._sent.pop(number, ()):
+                work.wait()
+                if version is not None and rows._version != version:
+                    raise self._changed(number)
 
     def drain(self) -> None:
         """Let all buffers go once they are sent."""
         for number in list(self._sent):
             self.free(number)
 
-    def _check_unchanged(self, number: int, message: Sent) -> None:
-        """Refuse rows that were written to on their way: a GPU sends what is there when it comes to it.
-
-        Raises:
-            ModelError: a module that reads the same rows on this rank, or the one that made them, works in place.
-        """
-        _, rows, version = message
-        if version is not None and rows._version != version:
-            channel = self._transfers[number][0]
-            writer = self._readers.get(rows.untyped_storage().data_ptr(), channel.source)
-            raise ModelError(
-                f"{writer} wrote in place into rows of {channel.source} while they were sent to {channel.target},"
-                " which would get the changed ones on a GPU; let its first operation on them make new rows (x + y, not"
-                " x += y; no inplace=True), and return no buffer that is written to again"
-            )
+    def _changed(self, number: int) -> ModelError:
+        """Say which modules may have written to rows on their way: a GPU sends what is there when it comes to it."""
+        sent, _ = self._transfers[number]
+        read = {c.target for c, transfer in self._transfers if c.source == sent.source and transfer.is_identity}
+        return ModelError(
+            f"{' or '.join(sorted(read)) or sent.source} wrote in place into rows of {sent.source} while they were sent"
+            f" to {sent.target}, which would get the changed ones on a GPU; let its first operation on them make new"
+            " rows (x + y, not x += y; no inplace=True), and return no buffer that is written to again"
+        )
 
     def _cross(self, number: int, rows: torch.Tensor | None) -> None:
         """The current stream takes over rows of another one, and the memory in which others arrive."""
@@ -227,8 +220,9 @@ class Transport:
                         if not work.is_completed():
                             break
                     else:
-                        for message in self._sent.pop(numbers[0]):
-                            self._check_unchanged(numbers[0], message)
+                        for _, rows, version in self._sent.pop(numbers[0]):
+                            if version is not None and rows._version != version:
+                                raise self._changed(numbers[0])
                         continue
                     break
                 numbers.popleft()
@@ -279,8 +273,8 @@ class Transport:
                 if number not in self._sent:
                     self._sent[number] = []
                     self._under_way[id(self._transfers[number][0]), first].append(number)
-                # The second hop sends rows of a buffer into which others arrive.
-                own = first and not op.tensor.is_inference()
+                # The second hop sends rows of a buffer in which others arrive.
+                own = first and self._counts
                 self._sent[number].append((work, op.tensor, op.tensor._version if own else None))
             else:
                 self._arriving.setdefault(number, []).append((work, place, op.tensor))

@@ -190,11 +190,6 @@ class Executor:
             if not (train and self.compiler.graph.stages[stage_id].trains):
                 fsdp.release(stage)
 
-    def forget(self) -> None:
-        """Drop what a step that failed has added up and the next one must not add to."""
-        for stage in self.stages.values():
-            fsdp.forget(stage)
-
     def _reduce(self, sums: StepSums, batch: Batch) -> None:
         """Sums over all ranks, and what these must agree on. A collective; nothing waits for the device."""
         agreed = sums.totals[-Agreement.SUMMANDS :]
@@ -247,7 +242,8 @@ class RunningStep:
     def run(self, step: RankAction) -> None:
         """Run one action: take its rows, compute, give what it makes, and start what starts then."""
         local = self.executor.local[step.action.node]
-        self.executor.recorder.lead.wait(local.stream)
+        if (lead := self.executor.recorder.lead) is not None:
+            lead.wait(local.stream)
         if local.stream is None:
             self._run(step, local)
         else:

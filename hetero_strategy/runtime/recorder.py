@@ -113,7 +113,8 @@ class Recorder:
         self._compiler = compiler
         self.now: Callable[[], Mark] = _event if device.type == "cuda" else time.perf_counter
         """This moment, on the device's own time line."""
-        self.lead = Lead()
+        self.lead = Lead() if device.type == "cuda" else None
+        """Of the host before its device; None: they are one."""
         self.steps: deque[Recording] = deque(maxlen=STEPS)
         """The last training steps, oldest first."""
         self._asked: Mark = 0.0
@@ -148,7 +149,8 @@ class Recorder:
         assert self._current is not None
         end = self.now()
         self._current.marks.append((action, begin, end))
-        if not isinstance(end, float):  # a clock's time: the host is the device
+        if self.lead is not None:
+            assert not isinstance(end, float)
             self.lead.ran(stream, end)
 
 

@@ -16,6 +16,7 @@ from benchmarks.host_time import MICROBATCHES, one_rank
 from hetero_strategy.layout.placement import Coordinate
 from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.model.random_numbers import RandomNumbers
+from hetero_strategy.parallelize import fsdp
 from hetero_strategy.runtime.executor import RunningStep
 from hetero_strategy.runtime.local_stage import LocalStage
 from hetero_strategy.runtime.recorder import LEAD, Lead
@@ -73,7 +74,7 @@ def test_random_numbers_are_apart_where_an_instances_ranks_have_other_rows(parts
     assert stage.rows_of == parts - 1
 
 
-def test_gradients_of_before_are_there_after_a_step_that_fails() -> None:
+def test_gradients_of_before_are_there_after_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     weight.grad = before = torch.ones(2)
 
@@ -82,16 +83,17 @@ def test_gradients_of_before_are_there_after_a_step_that_fails() -> None:
         raise MemoryError
 
     running: Any = SimpleNamespace(gradients={})
-    forgot: list[None] = []
-    executor = SimpleNamespace(weights={}, run=fails, running=running, forget=lambda: forgot.append(None))
+    executor = SimpleNamespace(weights={}, run=fails, running=running, stages={"llm": (stage := torch.nn.Module())})
     runner: Any = SimpleNamespace(_parameters=[weight], executor=executor)
     step = _StepGradients(runner, None, 0, None)  # type: ignore[arg-type]
+    forgot: list[torch.nn.Module] = []
+    monkeypatch.setattr(fsdp, "forget", forgot.append)
     with pytest.raises(MemoryError):
         step.run({})
     assert weight.grad is before and torch.equal(running.gradients[id(weight)], torch.full((2,), 7.0))
     with pytest.raises(MemoryError):
         step.run({}, drop=True)
-    assert weight.grad is None and len(forgot) == 2
+    assert weight.grad is None and forgot == [stage, stage]
 
 
 def test_factors_of_losses_that_are_no_numbers_are_others() -> None:
@@ -151,6 +153,7 @@ def leads_of_two_steps(rank: int, world: int) -> list[int]:
             run(step, *given)
 
         executor.recorder.now = lambda: Moment(waited)  # type: ignore[assignment,return-value]
+        executor.recorder.lead = Lead()  # as on CUDA
         with patch.object(executor.recorder, "ran", marked), patch.object(RunningStep, "_run", counted):
             for _ in range(2):
                 executor.run(batch, train=True)
