@@ -94,6 +94,25 @@ def test_a_group_for_messages_is_as_narrow_as_those_who_meet() -> None:
     assert len(sets) == 2 + 2 * 32 and len(disjoint(sets)) == 2 + 2
 
 
+@pytest.mark.parametrize(("world", "before"), [(8, 15), (64, 44)])
+def test_the_example_of_the_readme_needs_as_few_meetings_of_all_ranks_on_any_number(world: int, before: int) -> None:
+    """Where each axis and each direction of an edge was a group of its own that all ranks made, one after another."""
+    half, third = range(world // 2), range(world // 2, 3 * world // 4)
+    layouts = {
+        "vision": ModuleLayout(half, dp_shard=len(half)),
+        "audio": ModuleLayout(third, dp_shard=len(third)),
+        "llm": ModuleLayout(range(world), tp=2, pp=2, dp_shard=world // 4),
+    }
+    small: dict[str, Any] = {"llm": (128, 8), "vision": (128, 2), "audio": (128, 2), "samples": world}
+    chosen = Setting("readme", layouts, fill="none", **small)
+    graph = chosen.blueprint.graph
+    made = process_groups(chosen.placement, graph, (), "cuda")
+    axes = [ranks for ranks in made["modules"] if 1 < len(ranks) < world]
+    assert len(disjoint(axes)) + len(disjoint(made["edges"])) == 9
+    ways = [hops for number in {*graph.firsts} for hops in channel_sets(graph, number).values()]
+    assert len(axes) + sum(bool(sets) for hops in ways for sets in hops) == before
+
+
 def test_what_nccl_keeps_for_messages() -> None:
     """A stage on each of two ranks, whose rows go one way and whose gradients go the other; and wide modules,
     between whose ranks NCCL has fewer channels where they are on several nodes.
