@@ -49,8 +49,8 @@ class LitMultimodal(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         """Loss of a global batch."""
         out = self.model(batch)
-        self.log("train/loss", out.loss, prog_bar=True)
-        self.log("train/accuracy", out.accuracy, prog_bar=True)
+        self.log("train/loss", out.loss)  # with prog_bar=True every step would wait for the device
+        self.log("train/accuracy", out.accuracy)
         if len(out.losses) > 1:  # the share of every module
             self.log_dict({f"train/loss_{name}": share.detach() for name, share in out.losses.items()})
         return out.loss

@@ -38,10 +38,12 @@ class ProgressBar(TQDMProgressBar):
     def __init__(self) -> None:
         super().__init__(refresh_rate=10)
 
-    def get_metrics(self, *args: Any) -> dict[str, Any]:
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         """Loss, accuracy, tokens per second, exact match."""
-        metrics = super().get_metrics(*args)
+        metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
+        shown = ("train/loss", "train/accuracy")
+        metrics |= {name: float(value) for name, value in trainer.callback_metrics.items() if name in shown}
         if "tokens/s" in metrics:
             metrics["tokens/s"] = f"{float(metrics['tokens/s']):.0f}"
         return {str(name).removeprefix("train/"): value for name, value in metrics.items()}

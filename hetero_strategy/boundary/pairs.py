@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,3 +42,20 @@ class Meetings:
         """Number of pairs of a rank and one to which it may send."""
         both = sum(len(np.intersect1d(one, other)) for one, other in zip(self.sources, self.targets, strict=True))
         return self.sources.size * self.targets.shape[1] - both
+
+
+def components(ways: Iterable[Meetings]) -> list[tuple[int, ...]]:
+    """List the smallest rank sets, each of more than one, such that no rank meets one of another set; ascending.
+
+    Two stages of two ranks each, which pass rows on in pairs:
+    sources ``[[0], [1]]``, targets ``[[2], [3]]`` -> ``[(0, 2), (1, 3)]``.
+    """
+    joined: dict[int, set[int]] = {}
+    for way in ways:
+        for sources, targets in zip(way.sources.tolist(), way.targets.tolist(), strict=True):
+            ranks = {*sources, *targets}
+            for rank in [*ranks]:
+                ranks |= joined.get(rank, set())
+            joined.update(dict.fromkeys(ranks, ranks))
+    sets = {id(ranks): ranks for ranks in joined.values()}
+    return sorted(tuple(sorted(ranks)) for ranks in sets.values() if len(ranks) > 1)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hetero_strategy.boundary.route import Rows, Transfer
+from hetero_strategy.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class Channel:
     width: int
     dtype: torch.dtype
     device: torch.device
+    source: str = "the source"
+    """Module whose rows, or gradients of rows, travel; for messages of errors, as :attr:`target`."""
+    target: str = "the target"
+    """Module that gets them."""
 
     @cached_property
     def hops(self) -> tuple[Wire, Wire]:
@@ -87,6 +92,9 @@ class Crossing(NamedTuple):
 
 Arriving = tuple[dist.Work, Rows | None, torch.Tensor]
 """A message on its way here: its handle, its buffer, and the rows it is for, None where the buffer is where they go."""
+Sent = tuple[dist.Work, torch.Tensor, int | None]
+"""A message on its way from here: its handle, its rows, and how often their memory was written to before, None where
+others may write to it."""
 
 
 class Transport:
@@ -111,12 +119,14 @@ class Transport:
         self.index = index
         self._carries = None if crossing is None else crossing.carries
         self._crosses: Collection[int] = () if crossing is None else crossing.transfers
+        self._counts = not torch.is_inference_mode_enabled()
+        """Whether tensors know how often they were written to."""
         self._made: dict[int, torch.cuda.Event] = {}
         """Of what another stream carries: when it is there."""
         self._given: dict[int, torch.Tensor] = {}
         self._out: dict[int, torch.Tensor] = {}
         self._arriving: dict[int, list[Arriving]] = {}
-        self._sent: dict[int, list[tuple[dist.Work, torch.Tensor]]] = {}
+        self._sent: dict[int, list[Sent]] = {}
         self._under_way = defaultdict[tuple[int, bool], deque[int]](deque)
         """Of every communicator: the transfers in :attr:`_sent`, in the order of their messages."""
 
@@ -169,13 +179,25 @@ class Transport:
         """Let the buffers of a transfer go whose rows are known to have arrived (stream-ordered on CUDA)."""
         # The stream that carries rows has their memory again.
         with torch.cuda.stream(self._carries) if number in self._crosses else nullcontext():
-            for work, _ in self._sent.pop(number, ()):
+            for work, rows, version in self._sent.pop(number, ()):
                 work.wait()
+                if version is not None and rows._version != version:
+                    raise self._changed(number)
 
     def drain(self) -> None:
         """Let all buffers go once they are sent."""
         for number in list(self._sent):
             self.free(number)
+
+    def _changed(self, number: int) -> ModelError:
+        """Say which modules may have written to rows on their way: a GPU sends what is there when it comes to it."""
+        sent, _ = self._transfers[number]
+        read = {c.target for c, transfer in self._transfers if c.source == sent.source and transfer.is_identity}
+        return ModelError(
+            f"{' or '.join(sorted(read)) or sent.source} wrote in place into rows of {sent.source} while they were sent"
+            f" to {sent.target}, which would get the changed ones on a GPU; let its first operation on them make new"
+            " rows (x + y, not x += y; no inplace=True), and return no buffer that is written to again"
+        )
 
     def _cross(self, number: int, rows: torch.Tensor | None) -> None:
         """The current stream takes over rows of another one, and the memory in which others arrive."""
@@ -194,11 +216,13 @@ class Transport:
         for numbers in self._under_way.values():
             while numbers:
                 if numbers[0] in self._sent:  # else it was freed
-                    for work, _ in self._sent[numbers[0]]:
+                    for work, _, _ in self._sent[numbers[0]]:
                         if not work.is_completed():
                             break
                     else:
-                        del self._sent[numbers[0]]
+                        for _, rows, version in self._sent.pop(numbers[0]):
+                            if version is not None and rows._version != version:
+                                raise self._changed(numbers[0])
                         continue
                     break
                 numbers.popleft()
@@ -249,7 +273,9 @@ class Transport:
                 if number not in self._sent:
                     self._sent[number] = []
                     self._under_way[id(self._transfers[number][0]), first].append(number)
-                self._sent[number].append((work, op.tensor))
+                # The second hop sends rows of a buffer in which others arrive.
+                own = first and self._counts
+                self._sent[number].append((work, op.tensor, op.tensor._version if own else None))
             else:
                 self._arriving.setdefault(number, []).append((work, place, op.tensor))
 

@@ -1,14 +1,14 @@
 """All process groups and DeviceMeshes of a run, created on every rank, in one order, once (law 4).
 
 Groups are shared by rank set: two modules on the same ranks, or a mesh axis and a boundary that join the same ranks,
-use one group. A group is a collective of the whole world to create, so nothing outside this file creates one. NCCL
-splits them off the world's communicator where that knows its device.
+use one group. A group is a collective of the whole world to create, so nothing outside this file creates one. Where the
+world's communicator of NCCL knows its device, one split of it makes all groups of a batch that have no rank in common.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -25,9 +25,9 @@ from hetero_strategy.layout.spec import ModuleLayout
 
 CONTEXT = 2
 """Axis of context parallelism in a pipeline slice, ``[dp_replicate, dp_shard, cp, tp]``."""
-MESSAGE_CTAS = 8
-"""Blocks of threads that a message of NCCL keeps on the GPU, a receive also while it waits; NCCL_MAX_CTAS goes before.
-By itself NCCL takes up to 32 between two GPUs of a node, of which 8 carry some 160 GB/s."""
+MESSAGE_CTAS = 4
+"""Blocks of threads that a message of NCCL keeps on the GPU, also while it waits for its partner; NCCL_MAX_CTAS goes
+before. Each is a channel of some 20 GB/s and has buffers of its own. By itself NCCL takes up to 32."""
 
 
 class GroupRegistry:
@@ -54,29 +54,28 @@ class GroupRegistry:
         self.device_type = device_type
         self._timeout, self._placement = timeout, placement
         self._rank = dist.get_rank()
+        self._host = "fake" if dist.get_backend() == "fake" else "gloo"  # in a dry run there is nobody to talk to
         self._channels: list[dist.ProcessGroup | None] = []
         everyone = tuple(range(dist.get_world_size()))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
-        for ranks in rank_sets(placement, rank_sets_needed):
-            self._create(ranks)
-        host = "fake" if dist.get_backend() == "fake" else "gloo"  # in a dry run there is nobody to talk to
-        # A module that only one rank shards (to compute in another dtype) has a mesh of that rank alone.
+        self._share(rank_sets(placement, rank_sets_needed))
+        # Each module has an axis of shards in its mesh. Where that is of one rank, nothing travels along it.
         if (self._rank,) not in self._groups:
-            alone = dist.new_group([self._rank], timeout=timeout, use_local_synchronization=True)
-            self._groups[(self._rank,)] = alone
+            self._groups[(self._rank,)] = self._alone()
         those = replace(placement, layouts={name: x for name, x in placement.layouts.items() if name in apart})
-        own = {ranks: self._new(ranks) for ranks in rank_sets(those, ()) if len(ranks) > 1}
+        own = [ranks for ranks in rank_sets(those, ()) if len(ranks) > 1]
         # Keys are gathered beside parameters, which may be those of the same ranks.
-        self._contexts = {ranks: self._new(ranks) for ranks in context_sets(placement)}
-        self._apart = {(self._rank,): self._groups[self._rank,], **own}
+        contexts = context_sets(placement)
+        self._apart = {(self._rank,): self._groups[self._rank,], **dict(zip(own, self._new(own), strict=True))}
+        self._contexts = dict(zip(contexts, self._new(contexts), strict=True))
         self._meshes = {
             name: self._mesh(name, layout, self._apart if name in apart else self._groups)
             for name, layout in placement.layouts.items()
         }
         with connected_on_demand():
-            self.background = dist.new_group(backend=host, timeout=timeout)
+            self.background = dist.new_group(backend=self._host, timeout=timeout)
             """All ranks on the host, for what runs beside training (checkpoints)."""
-            self.loading = dist.new_group(backend=host, timeout=timeout)
+            self.loading = dist.new_group(backend=self._host, timeout=timeout)
             """All ranks on the host, for loading data by one thread per rank."""
 
     def mesh(self, module: str) -> DeviceMesh | None:
@@ -101,19 +100,20 @@ class GroupRegistry:
         mine = (ranks for ranks in context_sets(replace(self._placement, layouts=layouts)) if self._rank in ranks)
         return next((self._contexts[ranks] for ranks in mine), None)
 
-    def channel(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
-        """Return a group of these ranks whose messages wait for no other channel's; None as in :meth:`group`.
+    def channels(self, sets: Sequence[tuple[int, ...]]) -> list[dist.ProcessGroup | None]:
+        """Return a group for each of these rank sets, whose messages wait for no other channel's; None as in
+        :meth:`group`.
 
         A collective over the world, at start, to be called in the same order on every rank. NCCL runs a group's
         messages one after another, so there every channel is a new group. Elsewhere tags tell channels apart, and those
         of one rank set share a group.
         """
-        key = tuple(sorted(ranks))
-        if self.device_type != "cuda" or len(key) < 2:
-            self._create(key)
-            return self.group(key)
-        self._channels.append(self._new(key, messages=True))
-        return self._channels[-1]
+        if self.device_type != "cuda":
+            self._share(sets)
+            return [self.group(ranks) for ranks in sets]
+        made = self._new(sets, messages=True)
+        self._channels += made
+        return made
 
     @property
     def created(self) -> tuple[tuple[int, ...], ...]:
@@ -130,21 +130,45 @@ class GroupRegistry:
             if group is not None:
                 _set_pg_timeout(timeout, group)
 
-    def _create(self, ranks: tuple[int, ...]) -> None:
-        if len(ranks) > 1 and ranks not in self._groups:
-            self._groups[ranks] = self._new(ranks)
+    def _share(self, sets: Iterable[tuple[int, ...]]) -> None:
+        """Create the groups of these rank sets that nobody has created before."""
+        new = [ranks for ranks in dict.fromkeys(sets) if len(ranks) > 1 and ranks not in self._groups]
+        self._groups.update(zip(new, self._new(new), strict=True))
 
-    def _new(self, ranks: tuple[int, ...], *, messages: bool = False) -> dist.ProcessGroup | None:
+    def _new(self, sets: Sequence[tuple[int, ...]], *, messages: bool = False) -> list[dist.ProcessGroup | None]:
+        """Create a group for each of these rank sets, batch by batch; None where this rank is not a member."""
+        groups: list[dist.ProcessGroup | None] = [None] * len(sets)
         splits = _splits()
-        options = _for_messages(self._timeout) if splits and messages else None
-        group = dist.new_group(list(ranks), timeout=self._timeout, pg_options=options)
-        if self._rank not in ranks:
+        for batch in disjoint(sets):
+            mine = next((number for number in batch if self._rank in sets[number]), None)
+            if splits:
+                own = self._split([sets[number] for number in batch], messages)
+            else:
+                made = [dist.new_group([*sets[number]], timeout=self._timeout) for number in batch]
+                own = None if mine is None else made[batch.index(mine)]
+            if mine is None:
+                continue
+            groups[mine] = own
+            if self.device_type == "cuda" and not (splits and messages):
+                # NCCL connects ranks at their first collective; a group that was not split off has no communicator
+                # before, which a first use by sends alone would have to make with every rank.
+                dist.all_reduce(torch.zeros(1, device="cuda"), group=own)
+        return groups
+
+    def _split(self, sets: Sequence[tuple[int, ...]], messages: bool) -> dist.ProcessGroup | None:
+        """Create the groups of rank sets that have no rank in common, by one split of the world's communicator."""
+        options = _for_messages(self._timeout) if messages else None
+        own = dist.split_group(split_ranks=[[*ranks] for ranks in sets], timeout=self._timeout, pg_options=options)
+        if all(self._rank not in ranks for ranks in sets):
+            # torch names a group by how many groups its rank is in, and members look for each other by that name
+            # (symmetric memory): a rank outside counts too.
+            self._alone()
             return None
-        if self.device_type == "cuda" and not (splits and messages):
-            # NCCL connects ranks at their first collective; a group that was not split off has no communicator before,
-            # which a first use by sends alone would have to make with every rank.
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
-        return group
+        return own
+
+    def _alone(self) -> dist.ProcessGroup:
+        """Create a group of this rank, on the host, where it costs no communicator; no collective."""
+        return dist.new_group([self._rank], backend=self._host, timeout=self._timeout, use_local_synchronization=True)
 
     def _mesh(
         self, module: str, layout: ModuleLayout, made: Mapping[tuple[int, ...], dist.ProcessGroup | None]
@@ -183,20 +207,38 @@ def connected_on_demand() -> Iterator[None]:
 
 
 def _splits() -> bool:
-    """Whether the world's groups are split off its own, as NCCL does it where a process told its device."""
+    """Whether groups are split off the world's, as NCCL does it where it is told its device and is the only backend."""
     world = dist.group.WORLD
     assert world is not None
-    device = world.bound_device_id
-    return device is not None and bool(world._get_backend(device).supports_splitting)
+    device, alone = world.bound_device_id, len(world._device_types) == 1
+    return device is not None and alone and bool(world._get_backend(device).supports_splitting)
 
 
 def _for_messages(timeout: timedelta | None) -> Any:
     """Options of NCCL for a group of rows on their way."""
-    options = dist.ProcessGroupNCCL.Options()
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # starts between waves of a kernel
     if timeout is not None:  # torch warns where the group's is another
         options._timeout = timeout
     options.config.max_ctas = MESSAGE_CTAS
+    options.config.cga_cluster_size = 1  # by itself 4 on Hopper: a message waits until one cluster has so many free
     return options
+
+
+def disjoint(sets: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """Sort rank sets into batches in which no rank occurs twice, each into the first that has room; by number. Pure.
+
+    The lines of a mesh axis are one batch, and so are those of modules and of edges on other ranks.
+    """
+    batches: list[tuple[list[int], set[int]]] = []
+    for number, ranks in enumerate(sets):
+        for batch, taken in batches:
+            if taken.isdisjoint(ranks):
+                batch.append(number)
+                taken.update(ranks)
+                break
+        else:
+            batches.append(([number], {*ranks}))
+    return [batch for batch, _ in batches]
 
 
 def rank_sets(placement: Placement, needed: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:

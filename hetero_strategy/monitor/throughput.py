@@ -157,8 +157,10 @@ class ThroughputMonitor(L.Callback):
         self._watch.begins("between", trainer)
         if full:
             metrics = self._log(trainer, pl_module)
-            # Equal on all ranks, so no rank has to ask another.
-            pl_module.log("tokens/s", metrics["throughput/tokens_per_second"], prog_bar=True, logger=False)
+            # Equal on all ranks, so no rank has to ask another. Lightning reads what is for the bar after every step,
+            # so it stays on the host.
+            speed = torch.tensor(metrics["throughput/tokens_per_second"])
+            pl_module.log("tokens/s", speed, prog_bar=True, logger=False)
 
     @override
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

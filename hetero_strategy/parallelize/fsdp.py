@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.parallelize.copies import copies_of, release_copies
-from hetero_strategy.parallelize.gradients import Reached, local, note_reached
+from hetero_strategy.parallelize.gradients import Reached, is_part, local, note_reached, summed
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.take_part import take_part
 
@@ -87,6 +87,7 @@ def per_microbatch(stage: nn.Module, is_last: bool, reached: Reached) -> None:
     """
     assert isinstance(stage, FSDPModule)
     stage.set_is_last_backward(is_last)
+    stage.set_requires_all_reduce(is_last)  # until then each group of shards adds up its own sums
     for state in _root_state(stage)._state_ctx.all_states:
         for group in _groups(state):
             if "post_backward" not in vars(group):
@@ -98,7 +99,33 @@ def _reduce_all(group: Any, reached: Reached) -> None:
     for parameter in group.fsdp_params:
         if hasattr(parameter, "_unsharded_param"):
             _add_missing(parameter, reached)
+    _sum_parts(group)
     type(group).post_backward(group)
+
+
+def _sum_parts(group: Any) -> None:
+    """Sum, on the current stream, those of a unit's gradients of which tensor-parallel ranks have parts.
+
+    FSDP does it one by one where it reduces: a collective of tensor parallelism that is asked for on the stream of the
+    reductions would keep the next ones, of a backward that goes on, behind the reduction before.
+    """
+    found = []
+    for parameter in group.fsdp_params:
+        if parameter.is_dtensor and hasattr(parameter, "_unsharded_param"):
+            parameter.accumulate_unsharded_grad_if_needed()
+            if is_part(_gradient(parameter), parameter.unsharded_param.placements):
+                found.append(parameter)
+    for parameter, gradient in zip(found, summed([_gradient(parameter) for parameter in found]), strict=True):
+        if parameter.unsharded_accumulated_grad is None:
+            parameter.unsharded_param.grad = gradient
+        else:
+            parameter.unsharded_accumulated_grad = gradient
+
+
+def _gradient(parameter: Any) -> torch.Tensor | None:
+    """Return the gradient of a gathered parameter, whichever way FSDP keeps it."""
+    added: torch.Tensor | None = parameter.unsharded_accumulated_grad
+    return parameter.unsharded_param.grad if added is None else added
 
 
 def _add_missing(parameter: Any, reached: Reached) -> None:
@@ -196,6 +223,8 @@ def _reduce(stage: nn.Module, group: Any, reached: Reached) -> None:
         _add_missing(parameter, reached)
         if parameter.unsharded_accumulated_grad is None:
             parameter.to_accumulated_grad_if_needed()  # in the dtype of the others, which are there
+    _sum_parts(group)
+    for parameter in group.fsdp_params:
         gradients = [g for g in (parameter.unsharded_param.grad, parameter.unsharded_accumulated_grad) if g is not None]
         if parameter.unsharded_param.device.type != "cpu":
             for gradient in gradients:
@@ -209,6 +238,13 @@ def _reduce(stage: nn.Module, group: Any, reached: Reached) -> None:
 def finish(stage: nn.Module) -> None:
     """Wait, on the device, for the sums that :func:`reduce` started, or end a backward in which no hook of FSDP ran."""
     _root_state(stage)._root_post_backward_final_callback()
+
+
+def forget(stage: nn.Module) -> None:
+    """Drop sums over shards that wait for their replicas, after a step that ended before its last backward."""
+    for part in _parts(stage):
+        for group in _groups(part._get_fsdp_state()):
+            group._partial_reduce_output = None
 
 
 def release(stage: nn.Module) -> None:

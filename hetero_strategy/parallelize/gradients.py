@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from hetero_strategy.layout.spec import ModuleLayout
@@ -56,9 +56,9 @@ def settle(
         What waits, on the device, for the sums.
     """
     grads, parameters = [], list(parameters)
+    sum_parts(parameters)
     for p in parameters:
         if isinstance(p.grad, DTensor) and isinstance(p, DTensor) and p.grad.placements != p.placements:
-            # Tensor-parallel norms and embeddings leave partial sums behind.
             p.grad = p.grad.redistribute(p.device_mesh, p.placements)
         if replicas is not None:
             note_reached(reached, p, p.grad)
@@ -82,6 +82,41 @@ def settle(
                 grad.data = torch.empty_like(own).copy_(grad)
 
     return finish
+
+
+def sum_parts(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Let each parameter that tensor-parallel ranks hold whole, such as a norm's, have the sum of their gradients."""
+    partial = [p for p in parameters if isinstance(p, DTensor) and is_part(p.grad, p.placements)]
+    for p, gradient in zip(partial, summed([p.grad for p in partial]), strict=True):
+        p.grad = gradient
+
+
+def is_part(gradient: torch.Tensor | None, placements: Sequence[Placement]) -> bool:
+    """Whether a gradient is a summand of the one that belongs to these placements, on a mesh of one axis."""
+    if not isinstance(gradient, DTensor) or gradient.device_mesh.ndim != 1:
+        return False
+    return gradient.placements[0].is_partial("sum") and placements[0].is_replicate()
+
+
+@torch.no_grad()
+def summed(gradients: Sequence[Any]) -> list[DTensor]:
+    """Sum parts of gradients over their meshes: flat pieces, of which each takes one collective; on the current stream.
+
+    One sum for each norm of a model would be dozens of small collectives.
+    """
+    parts = {id(g): g.to_local() for g in gradients}
+    whole: dict[int, torch.Tensor] = {}
+    for mesh in dict.fromkeys(g.device_mesh for g in gradients):
+        for bucket in _take_tensors([parts[id(g)] for g in gradients if g.device_mesh == mesh], BUCKET_BYTES):
+            flat = _flatten_dense_tensors(bucket)
+            dist.all_reduce(flat, group=mesh.get_group())
+            whole.update(zip(map(id, bucket), _unflatten_dense_tensors(flat, bucket), strict=True))
+    return [
+        DTensor.from_local(
+            whole[id(parts[id(g)])], g.device_mesh, (Replicate(),), run_check=False, shape=g.shape, stride=g.stride()
+        )
+        for g in gradients
+    ]
 
 
 def _take_those_of_the_first(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:

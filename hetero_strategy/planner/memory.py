@@ -25,7 +25,7 @@ from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.stage_memory import StageBytes, StageNeeds, stage_bytes, stage_needs
 from hetero_strategy.planner.times import MIXED, Precision
 from hetero_strategy.planner.transfers import AFTER, ALWAYS, DURING, Changes, Walk
-from hetero_strategy.runtime.connect import process_groups
+from hetero_strategy.runtime.connect import message_buffers, process_groups
 from hetero_strategy.runtime.payload import AHEAD
 from hetero_strategy.schedule.action import StageId
 
@@ -42,7 +42,9 @@ class Allocator:
     margin: float = 0.0
     """Share of all tensors' bytes that fragmentation takes."""
     communicator: int = 0
-    """Bytes of a process group on each of its ranks."""
+    """Bytes of a process group for collectives on each of its ranks."""
+    messages: bool = False
+    """Whether messages have buffers on the device, see :func:`~hetero_strategy.runtime.connect.message_buffers`."""
     copies: bool = False
     """Payload comes to the device microbatch by microbatch, else all of a step's is there: the device is the host."""
     holds_sent: bool = True
@@ -53,8 +55,9 @@ class Allocator:
 
 CPU = Allocator()
 """gloo, and a count of the tensors alone."""
-CUDA = Allocator(margin=0.05, communicator=128 * 2**20, copies=True, holds_sent=False, buckets=False)
-"""NCCL, whose buffers are 4 MiB (``NCCL_BUFFSIZE``) for each direction of 16 channels; the margin is an assumption."""
+CUDA = Allocator(margin=0.05, communicator=128 * 2**20, messages=True, copies=True, holds_sent=False, buckets=False)
+"""NCCL, whose buffers for collectives are 4 MiB (``NCCL_BUFFSIZE``) for each direction of 16 channels; the margin is an
+assumption."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,8 @@ class MemoryModel:
         Walk(step, widths, sizes, needs, early, self.allocator.holds_sent, changes).run()
         bytes_ = changes.at_peak(ranks)
         bytes_[-1] = self.allocator.margin * bytes_.sum(axis=0) + self.allocator.communicator * communicators(placed)
+        if self.allocator.messages:
+            bytes_[-1] += message_buffers(graph, ranks)
         return Memory(step, bytes_, needs)
 
     def shown(self, evaluator: Evaluator, candidate: Candidate, batch: int = 0) -> Memory:
@@ -239,9 +244,9 @@ def _turns(step: Step) -> dict[StageId, list[tuple[int, int, int]]]:
 
 
 def communicators(placed: Placed) -> Int64[np.ndarray, "ranks"]:
-    """NCCL's communicators that each rank is part of."""
-    groups = process_groups(placed.placement, placed.graph, (), "cuda")
-    ranks = [rank for use in ("modules", "edges") for group in groups[use] if len(group) > 1 for rank in group]
+    """NCCL's communicators for collectives that each rank is part of."""
+    groups = process_groups(placed.placement, placed.graph, (), "cuda")["modules"]
+    ranks = [rank for group in groups if len(group) > 1 for rank in group]
     return np.bincount(ranks, minlength=placed.placement.world_size)
 
 

@@ -46,9 +46,6 @@ class StageBytes:
     """Gradient of the largest parameter."""
     reduced: Units
     """What a unit's reduction is made from, in the masters' dtype; nothing where it is none of FSDP's."""
-    held: float
-    """Shards of one backward that FSDP2 sums over replicas and keeps until the next one or the end of the step, where
-    gradients are reduced with every microbatch; those of the first are the gradients themselves."""
     bucket: float
     """The flat piece in which gradients are summed over replicas outside of FSDP."""
 
@@ -130,7 +127,6 @@ def stage_bytes(
         sharded=owned,
         single=single,
         reduced=whole * fsdp,
-        held=owned * (fsdp and not once and layout.dp_replicate > 1),
         bucket=min(float(BUCKET_BYTES), owned) if layout.dp_replicate > 1 and not fsdp else 0.0,
     )
 

@@ -213,9 +213,6 @@ class Walk:
         self._dependencies = self._schedule.dependencies
         self._learnt: set[StageId] = set()
         """Nodes whose gradients are there."""
-        self._last = {action.node: action for action in self._schedule.starts if action.kind == "B"}
-        self._held: set[StageId] = set()
-        """Nodes whose shards are summed over replicas for the second time or later."""
         self._whole: set[StageId] = set()
         """Nodes whose root weights are whole, where blocks are gathered with every microbatch."""
 
@@ -310,11 +307,6 @@ class Walk:
             self._while(place, node, np.maximum(most - kept, 0.0))
             self._add(place + AFTER, node, "activations", -kept + (halves if action.kind == "I" else 0.0))
             self._gradients(place, node, m)
-        if action.kind == "B" and self._graph.stages[node].trains and not first and node not in self._held:
-            self._held.add(node)
-            self._add(place + DURING, node, "gradients", size.held)
-        if node in self._held and action == self._last[node]:
-            self._add(place + AFTER, node, "gradients", -size.held)
         if action.kind != "I" and first:
             self._learnt.add(node)
             self._add(place + AFTER, node, "gradients", float(size.summed.sum()))

@@ -12,17 +12,24 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Int64
 
-from hetero_strategy.boundary.pairs import Meetings
+from hetero_strategy.boundary.pairs import Meetings, components
 from hetero_strategy.boundary.transport import Channel
 from hetero_strategy.layout.placement import Placement
-from hetero_strategy.layout.registry import context_sets, rank_sets
+from hetero_strategy.layout.registry import MESSAGE_CTAS, context_sets, rank_sets
 from hetero_strategy.schedule.action import StageGraph
 
 MANY = 512
 """Partners of a rank from which it says how to have fewer: each is memory and connections of the backend."""
+SENDING, RECEIVING = 2 * 2**20, 10 * 2**20
+"""Bytes that NCCL keeps for a channel to a rank, and for one from a rank: buffers of all its protocols (LL 0.5, LL128
+4.7, SIMPLE 4 MiB), in pages of 2 MiB (``transport/p2p.cc``, NCCL 2.28)."""
+BETWEEN_NODES = 32 * 2**20
+"""Bytes that a communicator keeps for all messages to and from other nodes, about."""
 log = logging.getLogger(__name__)
 
 
@@ -56,18 +63,16 @@ def connections(graph: StageGraph) -> int:
     return sum(meetings.count for meetings in chain.from_iterable(ways))
 
 
-def channel_sets(graph: StageGraph, number: int) -> dict[bool, tuple[frozenset[int], frozenset[int]]]:
-    """Ranks between which an edge's rows travel (False), and their gradients where there are any (True), in each hop.
+def channel_sets(graph: StageGraph, number: int) -> dict[bool, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]]:
+    """Rank sets in which an edge's rows travel (False), and their gradients where there are any (True), in each hop.
 
-    Edges between cohorts of the same two stages share them. A hop in which no two ranks meet has no ranks: rows that
-    stay where they are, and the second one of a stage whose ranks have no row in common.
+    Edges between cohorts of the same two stages share them. A set has no more ranks than may meet, since NCCL has fewer
+    channels between two ranks of a wider group. A hop in which no two ranks meet has no sets: rows that stay where they
+    are, and the second one of a stage whose ranks have no row in common.
     """
     alike = [meetings_of(graph, n) for n, first in enumerate(graph.firsts) if first == graph.firsts[number]]
-
-    def ranks(back: bool, hop: int) -> frozenset[int]:
-        return frozenset(rank for ways in alike if ways[back][hop] for rank in ways[back][hop].ranks)
-
-    return {back: (ranks(back, 0), ranks(back, 1)) for back in alike[0]}
+    first, second = ({back: components(ways[back][hop] for ways in alike) for back in alike[0]} for hop in (0, 1))
+    return {back: (first[back], second[back]) for back in alike[0]}
 
 
 def process_groups(
@@ -75,7 +80,8 @@ def process_groups(
 ) -> dict[str, list[tuple[int, ...]]]:
     """Predict the process groups of a run: what they are for -> the ranks of each. Pure.
 
-    On CUDA those of modules and edges are NCCL's, of which each costs every member memory and a meeting of all members.
+    On CUDA those of modules and edges are NCCL's, of which each costs every member memory, but for those of one rank.
+    Sets without a common rank are created at once, see :func:`~hetero_strategy.layout.registry.disjoint`.
 
     Args:
         owners: pairs that share a weight, see :func:`~hetero_strategy.parallelize.tied.tied_rank_sets`.
@@ -91,10 +97,37 @@ def process_groups(
     sets = [ranks for ranks in rank_sets(placement, owners) if len(ranks) > 1]
     modules = list(dict.fromkeys([everyone, *sets, *alone]))
     ways = [hops for number in sorted({*graph.firsts}) for hops in channel_sets(graph, number).values()]
-    edges = [tuple(sorted(ranks)) for ranks in chain.from_iterable(ways) if ranks]
+    edges = [ranks for hops in ways for ranks in chain.from_iterable(hops)]
     if device_type != "cuda":
         edges = [ranks for ranks in dict.fromkeys(edges) if ranks not in set(modules)]
     return {"modules": modules + context_sets(placement), "edges": edges, "host": [everyone, everyone]}
+
+
+def message_buffers(graph: StageGraph, world_size: int, ranks_per_node: int = 8) -> Int64[np.ndarray, "ranks"]:
+    """Bytes of NCCL's buffers for messages on every rank: on a node for each channel to and from each partner, to other
+    nodes in a pool of the communicator. Pure.
+    """
+    bytes_ = np.zeros(world_size, dtype=np.int64)
+    for number in sorted({*graph.firsts}):
+        alike = [meetings_of(graph, n) for n, first in enumerate(graph.firsts) if first == graph.firsts[number]]
+        for back, hops in channel_sets(graph, number).items():
+            for hop, ranks in ((hop, ranks) for hop, sets in enumerate(hops) for ranks in sets):
+                channels = _channels_per_peer(len(ranks), one_node=len({r // ranks_per_node for r in ranks}) == 1)
+                for rank in ranks:
+                    ways = [way[back][hop] for way in alike]
+                    to, of = (set().union(*(x.peers(rank) for x in each)) for each in (ways, [w.back for w in ways]))
+                    near = [[r for r in each if r // ranks_per_node == rank // ranks_per_node] for each in (to, of)]
+                    bytes_[rank] += channels * (len(near[0]) * SENDING + len(near[1]) * RECEIVING)
+                    bytes_[rank] += BETWEEN_NODES * (len(near[0]) < len(to) or len(near[1]) < len(of))
+    return bytes_
+
+
+def _channels_per_peer(ranks: int, *, one_node: bool) -> int:
+    """Channels between two ranks of a group for messages (``graph/paths.cc``, NCCL 2.29)."""
+    channels = MESSAGE_CTAS
+    while not one_node and channels > 1 and channels * -(-ranks // 8) > MESSAGE_CTAS:
+        channels //= 2
+    return channels
 
 
 def most_groups(made: Mapping[str, Sequence[tuple[int, ...]]]) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
 Every (stage, microbatch) is its own autograd graph between detached leaves: the order of work is the program's, never
 what the autograd engine happens to choose. The program says what each action reads, where its rows go and when each
-transfer starts (``schedule.compile``); nothing here waits for the device.
+transfer starts (``schedule.compile``). Nothing here waits for the device, but for actions that lie some before
+(``runtime.recorder.Lead``).
 """
 
 from __future__ import annotations
@@ -250,6 +251,8 @@ class RunningStep:
     def run(self, step: RankAction) -> None:
         """Run one action: take its rows, compute, give what it makes, and start what starts then."""
         local = self.executor.local[step.action.node]
+        if (lead := self.executor.recorder.lead) is not None:
+            lead.wait(local.stream)
         if local.stream is None:
             self._run(step, local)
         else:
@@ -282,7 +285,7 @@ class RunningStep:
             case "REDUCE":
                 begin = recorder.now()
                 self.sums_under_way.append(self._start_sums(action.node, local))
-        recorder.ran(action, begin)
+        recorder.ran(action, begin, local.stream)
 
     def _forward(self, step: RankAction, local: LocalStage, arrived: list[torch.Tensor]) -> None:
         stage_id, microbatch = step.action.node, step.action.microbatch

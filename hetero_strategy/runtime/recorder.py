@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
@@ -17,7 +18,42 @@ from hetero_strategy.schedule.compile import StepCompiler
 
 STEPS = 8
 """Steps that are kept."""
+LEAD = 4
+"""Actions of a stream that its host may be ahead of the device."""
 Mark = float | torch.cuda.Event
+
+
+class Moment(Protocol):
+    """A moment on the device for which the host can wait."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        ...
+
+
+class Lead:
+    """Bounds how far the host is ahead of its device, by waiting for the end of the action :data:`LEAD` before.
+
+    torch gives a message's memory out again once the device has run what its communicator was asked for when Python let
+    go of the rows. A host that is a whole step ahead would thus keep the rows of all microbatches.
+
+    What a host waits for here it has asked for itself, before; so the order of transfers and collectives that all ranks
+    keep bars a circle, as it does where a message holds up its host.
+    """
+
+    def __init__(self) -> None:
+        self._ends: defaultdict[Hashable, deque[Moment]] = defaultdict(deque)
+        """By stream: a host that waits for one of two streams would keep the other one from its work."""
+
+    def wait(self, stream: Hashable) -> None:
+        """Before an action: wait until the device has fewer than :data:`LEAD` of the stream before it."""
+        ends = self._ends[stream]
+        while len(ends) >= LEAD:
+            ends.popleft().synchronize()
+
+    def ran(self, stream: Hashable, end: Moment) -> None:
+        """Note the end of an action that the stream was asked for."""
+        self._ends[stream].append(end)
 
 
 @dataclass
@@ -71,12 +107,14 @@ class Recording:
 
 
 class Recorder:
-    """Marks the beginning and the end of actions: by the clock, on CUDA by events, so that nothing waits."""
+    """Marks the beginning and the end of actions: by the clock, on CUDA by events, whose ends bound the host's lead."""
 
     def __init__(self, device: torch.device, compiler: StepCompiler) -> None:
         self._compiler = compiler
         self.now: Callable[[], Mark] = _event if device.type == "cuda" else time.perf_counter
         """This moment, on the device's own time line."""
+        self.lead = Lead() if device.type == "cuda" else None
+        """Of the host before its device; None: they are one."""
         self.steps: deque[Recording] = deque(maxlen=STEPS)
         """The last training steps, oldest first."""
         self._asked: Mark = 0.0
@@ -106,10 +144,14 @@ class Recorder:
         if self._current.train:
             self.steps.append(self._current)
 
-    def ran(self, action: Action, begin: Mark) -> None:
-        """An action that began then is over."""
+    def ran(self, action: Action, begin: Mark, stream: Hashable = None) -> None:
+        """An action that began then is over, on one of a device's streams."""
         assert self._current is not None
-        self._current.marks.append((action, begin, self.now()))
+        end = self.now()
+        self._current.marks.append((action, begin, end))
+        if self.lead is not None:
+            assert not isinstance(end, float)
+            self.lead.ran(stream, end)
 
 
 def _event() -> Mark:

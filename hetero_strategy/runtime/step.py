@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from hetero_strategy.errors import ConfigError, ModelError
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model.combine import ModelOutput, StepSums
+from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.gradients import accumulate, scale
 from hetero_strategy.runtime.agreement import different, plans_differ
 from hetero_strategy.runtime.executor import Executor
@@ -192,6 +193,8 @@ class _StepGradients:
             self._names = list(outcome.losses)
             self._made = [p.grad for p in self._parameters]
         except BaseException:
+            for stage in self._runner.executor.stages.values():
+                fsdp.forget(stage)
             if (step := self._runner.executor.running) is not None:
                 step.gradients = {id(p): p.grad for p in self._parameters}
             raise

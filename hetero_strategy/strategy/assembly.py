@@ -229,15 +229,24 @@ def _channels(
     Each direction of an edge, and what replicas pass on among themselves, has a group of its own, so that neither waits
     for the other; edges between cohorts of the same two stages share them.
     """
+    sets_of = {alike: channel_sets(graph, alike) for alike in dict.fromkeys(graph.firsts)}
+    sets = [
+        ((alike, back, hop), ranks)
+        for alike, ways in sets_of.items()
+        for back, hops in ways.items()
+        for hop, found in enumerate(hops)
+        for ranks in found
+    ]
+    made = zip(sets, registry.channels([ranks for _, ranks in sets]), strict=True)
+    groups = {key: group for (key, _), group in made if group is not None}  # this rank is in one of a hop's sets
     channels = {}
-    groups: dict[int, dict[bool, list[dist.ProcessGroup | None]]] = {}
     for number, (edge, alike) in enumerate(zip(graph.edges, graph.firsts, strict=True)):
-        if alike not in groups:
-            hops = channel_sets(graph, number)
-            groups[alike] = {back: [registry.channel(ranks) for ranks in sets] for back, sets in hops.items()}
         if any(rank in graph.stages[node].ranks for node in edge):
-            for back, (first, second) in groups[alike].items():
-                channels[number, back] = Channel(first, second, 2 * number + back, *rows[number], device)
+            for back in sets_of[alike]:
+                first, second = (groups.get((alike, back, hop)) for hop in (0, 1))
+                source, target = (f"module {node.module!r}" for node in (edge[::-1] if back else edge))
+                tag = 2 * number + back
+                channels[number, back] = Channel(first, second, tag, *rows[number], device, source, target)
     return channels
 
 

@@ -36,7 +36,7 @@ from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
 from hetero_strategy.planner.context import aligned_rows, model_context
-from hetero_strategy.runtime.connect import meetings_of
+from hetero_strategy.runtime.connect import meetings_of, message_buffers
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import Schedule, StageGraph, StageId
 from hetero_strategy.schedule.check import check
@@ -139,7 +139,7 @@ def dry_run(
         microbatches, microbatch_rows: see :func:`hetero_strategy.plan.orchestrator.plan_step`.
         balance: how work is spread; default: as the strategy does by default.
         scheduling, recompute, compile, offload, storage: see :func:`hetero_strategy.strategy.assembly.assemble`.
-        memory: bytes of a device, or of every rank's; a rank that needs more is a fault.
+        memory: bytes of a GPU, or of every rank's; a rank that needs more, with NCCL's buffers for rows, is a fault.
         progress: is told what is done next.
 
     Raises:
@@ -194,8 +194,12 @@ def dry_run(
     faults += _group_faults(rank_sets)
     faults += [Fault("checkpoint", message, None, stage.module, stage.stage) for stage, message in coverage.faults()]
     if memory is not None:
-        room = np.broadcast_to(memory, world_size)
-        faults += [_too_large(rank, room[rank.rank]) for rank in ranks if rank.total > room[rank.rank]]
+        room, buffers = np.broadcast_to(memory, world_size), message_buffers(plan.graph, world_size, ranks_per_node)
+        faults += [
+            _too_large(rank, int(buffers[rank.rank]), room[rank.rank])
+            for rank in ranks
+            if rank.total + buffers[rank.rank] > room[rank.rank]
+        ]
     return DryRun(world_size, plan, tuple(ranks), tuple(faults))
 
 
@@ -396,13 +400,14 @@ def _group_faults(found: Mapping[int, tuple[tuple[int, ...], ...]]) -> Iterator[
         yield Fault("groups", f"group {k}: rank {rank} creates {here}, rank {first} {there}", rank)
 
 
-def _too_large(rank: BuiltRank, memory: float) -> Fault:
-    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in rank.bytes.items() if size)
-    stages = ", ".join(map(str, rank.stages))
+def _too_large(rank: BuiltRank, buffers: int, memory: float) -> Fault:
+    sizes = {**rank.bytes, "NCCL's buffers for rows": buffers}
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in sizes.items() if size)
+    needed, stages = sum(sizes.values()) / 2**30, ", ".join(map(str, rank.stages))
     module, stage, _ = rank.stages[0]
     return Fault(
         "memory",
-        f"{stages} on rank {rank.rank} need {rank.total / 2**30:.2f} GiB ({parts}) beside activations, the device has"
+        f"{stages} on rank {rank.rank} need {needed:.2f} GiB ({parts}) beside activations, the device has"
         f" {memory / 2**30:.2f} GiB; shard more, or give them more stages or ranks",
         rank.rank,
         module,

@@ -182,27 +182,33 @@ def minutes(option: str, given: timedelta | float) -> timedelta:
 
 
 def prepare_device(device: torch.device, *, streams: bool = False) -> None:
-    """Before CUDA is first used, let memory grow in segments unless the environment says how: every microbatch has
-    other sizes. And let torch's flight recorder, which keeps a rank's last messages of NCCL, write them when one hangs.
+    """Set what CUDA and NCCL read when they start, unless the environment says otherwise.
+
+    * Memory grows in segments, for every microbatch has other sizes.
+    * torch's flight recorder, which keeps a rank's last messages of NCCL, writes them when one hangs.
+    * Operations of different communicators start in the order in which the host asks for them, which is one order on
+      all ranks: so NCCL promises that they end, whatever else runs on the device.
+    * The device has queues for all streams: messages, collectives, copies and kernels run beside each other.
 
     Args:
-        streams: modules compute on two streams: collectives go before kernels of the one of low priority, and the
-            device has a queue for each of the streams.
+        streams: modules compute on two streams: collectives go before kernels of the one of low priority.
     """
     if device.type != "cuda":
         return
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    needed = {"CUDA_DEVICE_MAX_CONNECTIONS": (8, "messages, collectives, copies and kernels of one queue run in turns")}
     if streams:
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        for name, enough in (("TORCH_NCCL_HIGH_PRIORITY", 1), ("CUDA_DEVICE_MAX_CONNECTIONS", 8)):
-            if os.environ[name].isdigit() and int(os.environ[name]) < enough:
-                rank_zero_warn(
-                    f"HeteroStrategy: {name}={os.environ[name]} is set, so what tp_bubbles puts beside collectives"
-                    f" waits for them; unset it, or set it to {enough} or more"
-                )
+        needed["TORCH_NCCL_HIGH_PRIORITY"] = (1, "what tp_bubbles puts beside collectives waits for them")
+    for name, (enough, cost) in needed.items():
+        if os.environ[name].isdigit() and int(os.environ[name]) < enough:
+            rank_zero_warn(
+                f"HeteroStrategy: {name}={os.environ[name]} is set, so {cost}; unset it, or set it to {enough} or more"
+            )
 
 
 def bound_device(device: torch.device, backend: str) -> torch.device | None:

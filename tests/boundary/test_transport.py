@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetero_strategy.boundary import transport
 from hetero_strategy.boundary.route import Hop, Rows, Transfer
 from hetero_strategy.boundary.transport import Channel, Transport, Wire
+from hetero_strategy.errors import ModelError
 
 
 def test_a_message_that_is_slow_holds_up_none_of_other_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_a_message_that_is_slow_holds_up_none_of_other_communicators(monkeypatch
         return [SimpleNamespace(is_completed=lambda: over[number], wait=lambda: None) for _ in ops]
 
     monkeypatch.setattr(dist, "batch_isend_irecv", send)
-    monkeypatch.setattr(transport.Wire, "of", lambda group, tag: Wire(group, tag, {1: 0}))
+    monkeypatch.setattr(Wire, "of", lambda group, tag: Wire(group, tag, {1: 0}))
     group: Any = SimpleNamespace()
     slow, fast = (Channel(group, None, tag, 4, torch.float32, torch.device("cpu")) for tag in range(2))
     nothing = Rows(0, 0)
@@ -40,3 +40,43 @@ def test_a_message_that_is_slow_holds_up_none_of_other_communicators(monkeypatch
     over[0] = over[3] = True
     made._let_go()
     assert not made._sent and np.all([not numbers for numbers in made._under_way.values()])
+
+
+@pytest.mark.parametrize("lets_go", [Transport.drain, Transport._let_go])
+def test_rows_that_are_written_to_while_they_are_sent_are_refused(
+    monkeypatch: pytest.MonkeyPatch, lets_go: Any
+) -> None:
+    """Of a module's rows one reader is on this rank and another on the next one."""
+    over = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: [over for _ in ops])
+    monkeypatch.setattr(Wire, "of", lambda group, tag: Wire(group, tag, {1: 0}))
+    group: Any = SimpleNamespace()
+    whole, nothing = Rows(0, 2), Rows(0, 0)
+    stays = Transfer(2, 2, (whole, whole), Hop())
+    leaves = Transfer(2, 0, (nothing, nothing), Hop(sends=((1, whole),)))
+
+    def given(rows: torch.Tensor) -> tuple[Transport, torch.Tensor]:
+        here, there = (
+            Channel(group, None, tag, 4, torch.float32, rows.device, "module 'vision'", target)
+            for tag, target in enumerate(("module 'llm'", "module 'draw'"))
+        )
+        made = Transport([(here, stays), (there, leaves)], torch.arange(2))
+        for number in range(2):
+            made.give(number, rows)
+        made.start([[0], [1]])
+        return made, made.take(0)
+
+    made, read = given(torch.zeros(2, 4))
+    _ = read + 1
+    lets_go(made)
+    made, read = given(torch.zeros(2, 4))
+    read.detach().relu_()
+    with pytest.raises(ModelError, match=r"module 'llm' wrote .* of module 'vision' .* to module 'draw'"):
+        lets_go(made)
+    made, read = given(buffer := torch.zeros(2, 4))
+    made._transfers = made._transfers[1:] * 2  # nobody else reads them here
+    buffer.zero_()
+    with pytest.raises(ModelError, match="module 'vision' wrote in place into rows of module 'vision'"):
+        lets_go(made)
+    with torch.inference_mode():  # which counts nothing
+        lets_go(given(torch.zeros(2, 4))[0])

@@ -340,31 +340,41 @@ def test_memory_grows_in_segments_unless_the_person_says_otherwise(monkeypatch: 
         assert {n: v for n, v in os.environ.items() if n.endswith("ALLOC_CONF")} == wanted
 
 
-def test_the_last_messages_of_nccl_are_written_unless_the_person_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("name", "wanted", "own"),
+    [
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "0"),
+        ("NCCL_LAUNCH_ORDER_IMPLICIT", "1", "0"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "32", "8"),
+    ],
+)
+def test_what_nccl_and_cuda_start_with_unless_the_person_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, name: str, wanted: str, own: str
 ) -> None:
-    name = "TORCH_NCCL_DUMP_ON_TIMEOUT"
     monkeypatch.delenv(name, raising=False)
     prepare_device(torch.device("cpu"))
     assert name not in os.environ
     prepare_device(torch.device("cuda", 0))
-    assert os.environ[name] == "1"
-    monkeypatch.setenv(name, "0")
+    assert os.environ[name] == wanted
+    monkeypatch.setenv(name, own)
     prepare_device(torch.device("cuda", 0))
-    assert os.environ[name] == "0"
+    assert os.environ[name] == own
 
 
 def test_settings_that_keep_streams_from_running_beside_each_other_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("TORCH_NCCL_HIGH_PRIORITY", "CUDA_DEVICE_MAX_CONNECTIONS")
-    for name in names:
+    priority, queues = "TORCH_NCCL_HIGH_PRIORITY", "CUDA_DEVICE_MAX_CONNECTIONS"
+    for name in (priority, queues):
         monkeypatch.delenv(name, raising=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         prepare_device(torch.device("cuda", 0), streams=True)
-    assert [os.environ[name] for name in names] == ["1", "32"]
-    monkeypatch.setenv(names[1], "1")  # as Megatron asks for
-    prepare_device(torch.device("cuda", 0))
-    with pytest.warns(UserWarning, match="CUDA_DEVICE_MAX_CONNECTIONS=1 is set, so what tp_bubbles puts beside"):
+    assert os.environ[priority] == "1"
+    monkeypatch.setenv(queues, "1")  # as Megatron asks for
+    with pytest.warns(UserWarning, match=f"{queues}=1 is set, so messages, collectives, .* set it to 8 or more"):
+        prepare_device(torch.device("cuda", 0))
+    monkeypatch.setenv(queues, "8")
+    monkeypatch.setenv(priority, "0")
+    with pytest.warns(UserWarning, match=f"{priority}=0 is set, so what tp_bubbles puts beside"):
         prepare_device(torch.device("cuda", 0), streams=True)
 
 

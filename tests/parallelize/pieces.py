@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.layout.registry import GroupRegistry
@@ -113,8 +117,31 @@ def reference(piece: Piece, layout: ModuleLayout, split: tuple[int, ...]) -> tup
     return made, rows, grads
 
 
+class Sums(TorchDispatchMode):
+    """Counts all-reduces, by number of ranks and whether they come after the last backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[tuple[int, bool]] = Counter()
+        self.over = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # comes again, with the tensors inside
+            return NotImplemented
+        if function is torch.ops.c10d.allreduce_.default:
+            self.calls[dist.ProcessGroup.unbox(args[1]).size(), self.over] += 1
+        elif function is torch.ops._c10d_functional.all_reduce.default:
+            self.calls[_resolve_process_group(args[2]).size(), self.over] += 1
+        return function(*args, **(kwargs or {}))
+
+
 def run(rank: int, world: int, piece: Piece) -> dict[str, Any]:
-    """Gradients of this rank's stages against the reference."""
+    """Gradients of this rank's stages against the reference, and the sums over ranks that they take."""
+    with Sums() as sums:
+        return _run(rank, world, piece, sums)
+
+
+def _run(rank: int, world: int, piece: Piece, sums: Sums) -> dict[str, Any]:
     layout = ModuleLayout.from_config("m", piece.layout).resolved()
     module = MAKE[piece.kind]()
     freeze(module, piece)
@@ -172,6 +199,7 @@ def run(rank: int, world: int, piece: Piece) -> dict[str, Any]:
                 backward.whole(roots)
             if leaf is not None:
                 errors.append(_error(leaf.grad, mine(grads[key][number - 1])))
+    sums.over = True
     for stage in stages.values():
         if layout.dp_shard > 1 and piece.mode == "once":
             if piece.forget == "reduce":
@@ -185,6 +213,7 @@ def run(rank: int, world: int, piece: Piece) -> dict[str, Any]:
             assert mesh is not None
             replicas = mesh.get_group("dp_replicate")
         settle((p for p in stage.parameters() if p.requires_grad), replicas, None, {})()
+    counted = dict(sums.calls)
     if piece.forget != "tied":
         tied.settle(["m"], {})
     found = {}
@@ -197,6 +226,7 @@ def run(rank: int, world: int, piece: Piece) -> dict[str, Any]:
     owned = owned_parameters({"m": stages}, {"m": layout})
     norm = float(global_norm(list(owned.values()), torch.device("cpu")))
     return {
+        "sums": counted,
         "errors": found,
         "rows": max(errors, default=0.0),
         "values": {n: v.numpy() for n, v in values.items()},

@@ -165,6 +165,23 @@ class Twice(Backbone):
         return rows
 
 
+def test_sums_over_shards_that_wait_for_replicas_end_with_a_step_that_fails() -> None:
+    """Or the next step would add to them."""
+    with fake_world(0, 4):
+        module = Twice()
+        fsdp.apply_fsdp(module, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")))
+        module.to_empty(device="cpu")
+        groups = [group for part in fsdp._parts(module) for group in fsdp._groups(part._get_fsdp_state())]
+        for last, waits in ((False, 2), (True, 0), (False, 2)):
+            out = module(torch.zeros(3, 8, requires_grad=True))
+            fsdp.per_microbatch(module, last)
+            out.sum().backward()
+            assert sum(group._partial_reduce_output is not None for group in groups) == waits
+        fsdp.forget(module)
+        assert all(group._partial_reduce_output is None for group in groups)
+        fsdp.release(module)
+
+
 def test_a_block_that_runs_twice_is_summed_after_both_of_its_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     original, module = fsdp._reduce, Twice()
 

@@ -30,6 +30,7 @@ from tests.parallelize.pieces import MAKE, Piece, evaluate_then_train, even_spli
 
 PIPE = {"ranks": 2, "pp": 2, "split": [1, 3]}
 FSDP = {"ranks": 4, "pp": 2, "dp_shard": 2, "split": [3, 1]}
+HSDP = {"ranks": 4, "pp": 1, "dp_shard": 2, "dp_replicate": 2}
 TP = {"ranks": 4, "pp": 2, "tp": 2}
 CHUNKS = {**TP, "tp_chunks": 3}
 PIECES = [
@@ -41,7 +42,10 @@ PIECES = [
     Piece("titan", CHUNKS, halves=True, microbatches=4, ahead=3),
     Piece("titan", CHUNKS, frozen=True),
     Piece("titan", {"ranks": 4, "pp": 1, "dp_shard": 2, "tp": 2, "tp_chunks": 3}, mode="each", recompute=True),
-    Piece("titan", {"ranks": 4, "pp": 1, "dp_shard": 2, "dp_replicate": 2}, microbatches=3),
+    Piece("titan", HSDP, microbatches=3),
+    Piece("titan", HSDP, mode="each", microbatches=3, ahead=2),
+    Piece("siglip2", HSDP, mode="each", microbatches=4),
+    Piece("titan", HSDP, mode="each", frozen=True),
     Piece("titan", {"ranks": 4, "pp": 2, "dp_shard": 2, "vpp": 2}),
     Piece("titan", FSDP, frozen=True),
     Piece("hf_qwen3", {"ranks": 2, "pp": 2, "vpp": 2, "pp_style": "v"}),
@@ -99,6 +103,12 @@ def test_gradients_equal_one_process(ran: Callable[[Piece], list[dict[str, Any]]
         for name, value in result["values"].items():
             assert np.array_equal(value, values[name]), name
     assert set().union(*(r["owned"] for r in results)) == set(names)
+    if piece.layout.get("dp_replicate", 1) > 1 and piece.layout.get("dp_shard", 1) > 1:
+        units = 1 if piece.frozen else 1 + len(module.blocks())
+        assert results[0]["sums"] == {(2, piece.mode == "once"): units}, "replicas meet once a step"
+    if piece.kind == "titan" and piece.layout.get("tp", 1) > 1 and piece.mode == "once" and not piece.frozen:
+        stages = 1 + 4 if piece.layout.get("dp_shard", 1) > 1 else 1
+        assert results[0]["sums"][2, True] <= stages, "norms of a unit, or of a stage, are summed at once"
     if piece.layout["pp"] > 1 and "pp_style" not in piece.layout:
         shared = set(results[0]["owned"]) & set(results[-1]["owned"])
         assert shared == ({"model.model.embed_tokens.weight"} if piece.kind == "tied" else set())

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.common import ragged_step
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.layout.registry import MESSAGE_CTAS
 from hetero_strategy.model.context import in_context
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
 from hetero_strategy.parallelize.offload import Offload
@@ -40,6 +41,7 @@ from hetero_strategy.planner.times import MIXED, Precision
 from hetero_strategy.planner.transfers import Changes
 from hetero_strategy.profiling.activations import _Module
 from hetero_strategy.profiling.allocations import Allocations
+from hetero_strategy.runtime.connect import RECEIVING, SENDING
 from hetero_strategy.simulator.links import Links
 from hetero_strategy.zoo import titan_llama
 
@@ -218,8 +220,6 @@ def test_what_becomes_of_parameters_in_closed_form() -> None:
     assert replicas.gathered.tolist() == (2 * trained).tolist(), "over one rank only what trains is cast"
     assert shards.summed.tolist() == (2 * trained).tolist()
     assert of(True, dp_shard=2).summed.tolist() == (4 * trained).tolist()
-    both: dict[str, Any] = {"dp_shard": 2, "dp_replicate": 2}
-    assert [one.held for one in (of(False, **both), of(True, **both), shards)] == [2 * total, 0, 0]
     assert [one.bucket for one in (of(True, FP32, dp_replicate=2), replicas, shards)] == [4 * total, 0, 0]
 
 
@@ -304,11 +304,12 @@ def test_keys_of_others_are_those_of_sequences_that_begin_before_a_chunk() -> No
         assert (own, own + keys, total, pairs) == (sum(lengths) / cp, seen, sum(lengths), own * seen / 2)
 
 
-def test_communicators_and_margin_are_reserved() -> None:
+def test_communicators_buffers_of_messages_and_margin_are_reserved() -> None:
     candidate = Candidate({"llm": ModuleLayout((0, 1), pp=2)}, 2)
-    allocator = Allocator(margin=0.1, communicator=1000, buckets=False)
+    allocator = Allocator(margin=0.1, communicator=1000, messages=True, buckets=False)
     plain, more = (memory(candidate, equal(6, 10), allocator=a) for a in (FLASH, allocator))
-    assert more.peak.tolist() == pytest.approx((1.1 * plain.peak + 3 * 1000).tolist())  # the world, an edge both ways
+    edge = MESSAGE_CTAS * (SENDING + RECEIVING)  # rows one way, gradients the other
+    assert more.peak.tolist() == pytest.approx((1.1 * plain.peak + 1000 + edge).tolist())  # the world
 
 
 @st.composite

@@ -12,11 +12,13 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from hetero_strategy.loading.context import finish_epoch
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan
 from recipes.lit import LastCheckpoint, LitMultimodal, MovableCheckpoint, adamw_cosine
+from recipes.terminal import ProgressBar
 
 
 class Killed(Exception):
@@ -303,6 +305,25 @@ class Learns(torch.nn.Module):
     def forward(self, batch: torch.Tensor) -> SimpleNamespace:
         loss = self.layer(batch).square().mean()
         return SimpleNamespace(loss=loss, accuracy=torch.zeros(()), losses={"llm": loss})
+
+
+def test_the_bar_reads_what_it_shows_when_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``prog_bar=True`` Lightning reads values after every step, and a GPU has to be done with it by then."""
+    monkeypatch.setattr(result, "convert_tensors_to_scalars", lambda value: pytest.fail("read after a step"))
+    shown: list[dict[str, Any]] = []
+
+    class Bar(ProgressBar):
+        def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
+            shown.append(super().get_metrics(trainer, pl_module))
+            return shown[-1]
+
+    optimizer = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1, "warmup_steps": 2, "final_lr": 0.1}
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False, max_steps=25,
+        callbacks=[Bar()],
+    )  # fmt: skip
+    trainer.fit(LitMultimodal(Learns, optimizer), torch.utils.data.DataLoader(torch.ones(25, 2)))
+    assert len(shown) <= 4 and all(isinstance(one["loss"], float) and one["accuracy"] == 0.0 for one in shown)
 
 
 def tuned(folder: Path, steps: int, checkpoint: Path | None = None, **changed: Any) -> tuple[list[Any], list[Any]]:

@@ -11,8 +11,17 @@ import pytest
 
 from benchmarks.pipelines import Setting, planned
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.layout.registry import MESSAGE_CTAS, disjoint
 from hetero_strategy.layout.row_sharding import RowSharding
-from hetero_strategy.runtime.connect import channel_sets, meetings_of, process_groups
+from hetero_strategy.runtime.connect import (
+    BETWEEN_NODES,
+    RECEIVING,
+    SENDING,
+    channel_sets,
+    meetings_of,
+    message_buffers,
+    process_groups,
+)
 from hetero_strategy.schedule.action import Stage, StageGraph, StageId
 from hetero_strategy.schedule.compile import compile_step
 
@@ -49,7 +58,7 @@ def test_a_hop_has_a_group_if_and_only_if_it_has_messages(name: str) -> None:
                     if messages.sends or messages.receives:
                         sets = channel_sets(graph, transfer.edge)[transfer.backward]
                         peers = [peer for peer, _ in (*messages.sends, *messages.receives)]
-                        assert {rank, *peers} <= sets[hop]
+                        assert any({rank, *peers} <= {*ranks} for ranks in sets[hop])
                         used.add((graph.firsts[transfer.edge], transfer.backward, hop))
     sets_of = {first: channel_sets(graph, number) for number, first in enumerate(graph.firsts)}
     ways = [(first, back, hops) for first, sets in sets_of.items() for back, hops in sets.items()]
@@ -67,6 +76,59 @@ def test_how_many_groups_a_rank_of_a_sequence_parallel_pipeline_is_in() -> None:
     }
     ends = [of_stage[rank] in (0, 3) for rank in range(8)]
     assert [counted[rank] for rank in range(8)] == [2 + (2 if end else 4) for end in ends]
+
+
+def test_a_group_for_messages_is_as_narrow_as_those_who_meet() -> None:
+    """NCCL has fewer channels between two ranks of a wider group: stages of 32 ranks pass rows on in pairs."""
+    layouts = {"vision": ModuleLayout(range(64)), "llm": ModuleLayout(range(64), pp=2, tp=2)}
+    setting = Setting("wide", layouts, fill="none", llm=(128, 8), vision=(128, 2), samples=64)
+    graph, widths = setting.blueprint.graph, dict[tuple[str, str], set[int]]()
+    for number, edge in enumerate(graph.edges):
+        for hops in channel_sets(graph, number).values():
+            for sets in hops:
+                ranks = [rank for one in sets for rank in one]
+                assert len(ranks) == len({*ranks}), "a rank has one group for a hop"
+                widths.setdefault((edge[0].module, edge[1].module), set()).update(map(len, sets))
+    assert widths == {("vision", "llm"): {64}, ("llm", "llm"): {2}}
+    sets = process_groups(setting.placement, graph, (), "cuda")["edges"]
+    assert len(sets) == 2 + 2 * 32 and len(disjoint(sets)) == 2 + 2
+
+
+@pytest.mark.parametrize(("world", "before"), [(8, 15), (64, 44)])
+def test_the_example_of_the_readme_needs_as_few_meetings_of_all_ranks_on_any_number(world: int, before: int) -> None:
+    """Where each axis and each direction of an edge was a group of its own that all ranks made, one after another."""
+    half, third = range(world // 2), range(world // 2, 3 * world // 4)
+    layouts = {
+        "vision": ModuleLayout(half, dp_shard=len(half)),
+        "audio": ModuleLayout(third, dp_shard=len(third)),
+        "llm": ModuleLayout(range(world), tp=2, pp=2, dp_shard=world // 4),
+    }
+    small: dict[str, Any] = {"llm": (128, 8), "vision": (128, 2), "audio": (128, 2), "samples": world}
+    chosen = Setting("readme", layouts, fill="none", **small)
+    graph = chosen.blueprint.graph
+    made = process_groups(chosen.placement, graph, (), "cuda")
+    axes = [ranks for ranks in made["modules"] if 1 < len(ranks) < world]
+    assert len(disjoint(axes)) + len(disjoint(made["edges"])) == 9
+    ways = [hops for number in {*graph.firsts} for hops in channel_sets(graph, number).values()]
+    assert len(axes) + sum(bool(sets) for hops in ways for sets in hops) == before
+
+
+def test_what_nccl_keeps_for_messages() -> None:
+    """A stage on each of two ranks, whose rows go one way and whose gradients go the other; and wide modules,
+    between whose ranks NCCL has fewer channels where they are on several nodes.
+    """
+    stages = {StageId("llm", n): Stage(np.array([[n]]), True, True, row_sharding=RowSharding(1)) for n in range(2)}
+    graph = StageGraph(stages, ((StageId("llm", 0), StageId("llm", 1)),), {})
+    assert message_buffers(graph, 3).tolist() == [MESSAGE_CTAS * (SENDING + RECEIVING)] * 2 + [0]
+    assert message_buffers(graph, 3, ranks_per_node=1).tolist() == [2 * BETWEEN_NODES] * 2 + [0]
+    layouts = {"vision": ModuleLayout(range(8)), "llm": ModuleLayout(range(8, 16))}
+    wide = Setting("nodes", layouts, fill="none", llm=(128, 8), vision=(128, 2), samples=64).blueprint.graph
+    near = message_buffers(wide, 16, ranks_per_node=16)
+    assert near.tolist() == [8 * MESSAGE_CTAS * (SENDING + RECEIVING)] * 16
+    assert message_buffers(wide, 16, ranks_per_node=8).tolist() == [2 * BETWEEN_NODES] * 16
+    uneven = message_buffers(wide, 16, ranks_per_node=12)  # the second module's ranks are on both
+    assert uneven[0] == 2 * BETWEEN_NODES + 4 * 2 * (SENDING + RECEIVING)
+    assert uneven[8] == 8 * 2 * (SENDING + RECEIVING) and uneven[12] == 2 * BETWEEN_NODES
 
 
 def test_stages_of_one_module_keep_their_instance() -> None:

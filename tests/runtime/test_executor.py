@@ -16,7 +16,10 @@ from benchmarks.host_time import MICROBATCHES, one_rank
 from hetero_strategy.layout.placement import Coordinate
 from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.model.random_numbers import RandomNumbers
+from hetero_strategy.parallelize import fsdp
+from hetero_strategy.runtime.executor import RunningStep
 from hetero_strategy.runtime.local_stage import LocalStage
+from hetero_strategy.runtime.recorder import LEAD, Lead
 from hetero_strategy.runtime.step import _differ, _StepGradients, _upstream
 from hetero_strategy.schedule.action import StageId
 
@@ -71,7 +74,7 @@ def test_random_numbers_are_apart_where_an_instances_ranks_have_other_rows(parts
     assert stage.rows_of == parts - 1
 
 
-def test_gradients_of_before_are_there_after_a_step_that_fails() -> None:
+def test_gradients_of_before_are_there_after_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     weight.grad = before = torch.ones(2)
 
@@ -80,16 +83,17 @@ def test_gradients_of_before_are_there_after_a_step_that_fails() -> None:
         raise MemoryError
 
     running: Any = SimpleNamespace(gradients={})
-    runner: Any = SimpleNamespace(
-        _parameters=[weight], executor=SimpleNamespace(weights={}, run=fails, running=running)
-    )
+    executor = SimpleNamespace(weights={}, run=fails, running=running, stages={"llm": (stage := torch.nn.Module())})
+    runner: Any = SimpleNamespace(_parameters=[weight], executor=executor)
     step = _StepGradients(runner, None, 0, None)  # type: ignore[arg-type]
+    forgot: list[torch.nn.Module] = []
+    monkeypatch.setattr(fsdp, "forget", forgot.append)
     with pytest.raises(MemoryError):
         step.run({})
     assert weight.grad is before and torch.equal(running.gradients[id(weight)], torch.full((2,), 7.0))
     with pytest.raises(MemoryError):
         step.run({}, drop=True)
-    assert weight.grad is None
+    assert weight.grad is None and forgot == [stage, stage]
 
 
 def test_factors_of_losses_that_are_no_numbers_are_others() -> None:
@@ -120,6 +124,62 @@ def test_who_exchanges_rows_has_met_before_the_first_step(pool) -> None:
     """Else the first message of a pair would set up its connection in the middle of a step, which holds up both."""
     ((met, sent),) = pool.run(1, messages_of, group=False)
     assert len(sent) > 4 and sent <= met
+
+
+class Moment:
+    """Stands in for an event of a device that has run nothing until somebody waits for it."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def synchronize(self) -> None:
+        self.log.append(self)
+
+
+def leads_of_two_steps(rank: int, world: int) -> list[int]:
+    """How many actions the host was ahead of the device before each one of its own."""
+    waited: list[Moment] = []
+    ends: list[Moment] = []
+    ahead: list[int] = []
+    with one_rank(2, RANK) as (executor, batch):
+        ran, run = executor.recorder.ran, RunningStep._run
+
+        def marked(*given: Any) -> None:
+            ran(*given)
+            ends.append(executor.recorder._current.marks[-1][-1])  # type: ignore[union-attr,arg-type]
+
+        def counted(step: RunningStep, *given: Any) -> None:
+            ahead.append(len(ends) - len(waited))
+            run(step, *given)
+
+        executor.recorder.now = lambda: Moment(waited)  # type: ignore[assignment,return-value]
+        executor.recorder.lead = Lead()  # as on CUDA
+        with patch.object(executor.recorder, "ran", marked), patch.object(RunningStep, "_run", counted):
+            for _ in range(2):
+                executor.run(batch, train=True)
+    assert waited == ends[: len(waited)], "the oldest first, each once"
+    return ahead
+
+
+@pytest.mark.distributed
+def test_the_host_is_some_actions_ahead_of_a_device_and_not_a_step(pool) -> None:
+    """Else rows of all microbatches would stay in the memory of messages. The device of the host itself is waited for
+    by nobody.
+    """
+    (ahead,) = pool.run(1, leads_of_two_steps, group=False)
+    assert ahead == [min(number, LEAD - 1) for number in range(len(ahead))] and len(ahead) > 4 * LEAD
+
+
+def test_a_stream_is_waited_for_by_its_own_actions() -> None:
+    lead, waited = Lead(), list[Any]()
+    ends = {stream: [Moment(waited) for _ in range(LEAD)] for stream in (None, "side")}
+    for stream, moments in ends.items():
+        for moment in moments:
+            lead.wait(stream)
+            lead.ran(stream, moment)
+    assert not waited
+    lead.wait("side")
+    assert waited == ends["side"][:1]
 
 
 def test_a_loss_reaches_all_modules_before_its_own() -> None:

@@ -21,6 +21,7 @@ from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.planner.context import aligned_rows
+from hetero_strategy.runtime.connect import message_buffers
 from hetero_strategy.schedule import compile as compiling
 from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.schedule.compile import StepCompiler, StepProgram
@@ -234,11 +235,16 @@ def test_a_route_that_misses_rows_is_found(lane: str, culprit: int) -> None:
 
 
 def test_a_stage_too_large_for_the_memory_is_found() -> None:
-    most = max(one.total for one in dry(SMALL).ranks)
+    made = dry(SMALL)
+    buffers = message_buffers(made.plan.graph, made.world_size)
+    assert buffers.all()
+    needs = [one.total + int(buffers[one.rank]) for one in made.ranks]
+    most = max(needs)
     assert not dry(SMALL, memory=most).faults
     found = dry(SMALL, memory=most - 1)
     assert found.faults and {f.check for f in found.faults} == {"memory"}
-    large = [one for one in found.ranks if one.total == most]
+    assert all("NCCL's buffers for rows" in f.message for f in found.faults)
+    large = [one for one, need in zip(found.ranks, needs, strict=True) if need == most]
     assert [f.rank for f in found.faults] == [one.rank for one in large]
     assert {f.module for f in found.faults} <= {"vision", "llm"}
 
