@@ -33,6 +33,8 @@ STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._Instance
 """Layers whose training mode is left as it is: what they do in it is what is looked for."""
 TF32 = 2.0**-10
 """Relative rounding of fp32 matmuls and convolutions on CUDA."""
+LOSS = 8
+"""How many times less than rows a loss may differ, which is a sum over many of them."""
 LEAVE_OUT = "MultimodalModel(check_packing=False) leaves this check out"
 
 
@@ -138,19 +140,26 @@ def check_packed_alone(
         drew = not all(map(torch.equal, states, (generator.get_state() for generator in generators(device))))
     if drew or not count:  # numbers drawn outside of dropout are a difference of their own
         return
-    differs = max(_of_rows(stage, pair, [rows for rows, _ in made]), _of_losses([loss for _, loss in made]))
     rounding, dtype = _rounding(stage, device)
-    if differs > (bound := rounding ** (2 / 3)):
-        kind = pair.module.kind
-        units = "samples" if kind.samplewise else "units" if kind.has_own_units else "items"
-        one, other = pair.inner_rows
-        raise ModelError(
-            f"{where}: two {units}, of {one} and {other} rows, give other rows in one microbatch than each alone: a row"
-            f" differs by {differs:.2g} of its size, and rounding ({dtype}) explains {bound:.2g}; so results would"
-            " depend on the layout. Likely causes: a convolution, normalisation or pooling over all packed rows;"
-            f" attention without packing; positions in the microbatch in place of those in each of the {units}"
-            f" (packing.positions). docs/your_module.md#packed-equals-alone shows how to write them; {LEAVE_OUT}"
-        )
+    bound = rounding**0.5
+    found = (
+        ("a row differs", _of_rows(stage, pair, [rows for rows, _ in made]), bound),
+        ("the loss differs from the sum of both", _of_losses([loss for _, loss in made]), bound / LOSS),
+    )
+    for what, differs, most in found:
+        if differs > most:
+            raise ModelError(_message(pair, where, f"{what} by {differs:.2g} of its size, above {most:.2g} ({dtype})"))
+
+
+def _message(pair: Pair, where: str, found: str) -> str:
+    kind = pair.module.kind
+    units = "samples" if kind.samplewise else "units" if kind.has_own_units else "items"
+    return (
+        f"{where}: two {units}, of {pair.inner_rows[0]} and {pair.inner_rows[1]} rows, give something else in one"
+        f" microbatch than each alone: {found}. Results would depend on the layout. Likely causes: a convolution,"
+        " normalisation or pooling over all packed rows; attention without packing; positions in the microbatch instead"
+        f" of packing.positions. docs/your_module.md#packed-equals-alone shows how to write them; {LEAVE_OUT}"
+    )
 
 
 def _both(inputs: ModuleInputs, pair: Pair) -> ModuleInputs:
