@@ -286,5 +286,5 @@ def _undisturbed(module: Adapter, stage: Adapter) -> Iterator[None]:
             part.training = mode
         for part, name, buffer, version, values in buffers:
             part._buffers[name] = buffer
-            if buffer._version != version:
+            if buffer._version != version or (isinstance(part, STATISTICS) and part.training):  # these do not count
                 buffer.copy_(values)

@@ -49,13 +49,13 @@ class Noise(nn.Module):
 class Language(CausalLM):
     """Attention without a head, and positions; either may be of all packed rows."""
 
-    block_list, max_length = "layers", 80
+    block_list, max_length = "layers", 512
 
-    def __init__(self, attends: bool = False, counts: bool = False) -> None:
+    def __init__(self, attends: bool = False, counts: bool = False, width: int = 16, vocabulary: int = 40) -> None:
         super().__init__()
-        self.tokens, self.places, self.output = nn.Embedding(40, 16), nn.Embedding(80, 16), nn.Linear(16, 40)
-        self.layers = nn.ModuleList([nn.Linear(16, 16)])
-        self.width = self.hidden_width = 16
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(512, width)
+        self.layers, self.output = nn.ModuleList([nn.Linear(width, width)]), nn.Linear(width, vocabulary)
+        self.width = self.hidden_width = width
         self.attends, self.counts = attends, counts
 
     def embed(self, ids: Tensor) -> Tensor:
