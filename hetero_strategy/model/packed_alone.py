@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetero_strategy import ragged
-from hetero_strategy.errors import ModelError
+from hetero_strategy.errors import HeteroError, ModelError
 from hetero_strategy.layout.row_sharding import REPLICATED, ContextSharding, RowSharding
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import CausalLM
@@ -135,7 +135,8 @@ def check_packed_alone(
             try:
                 made.append(_run(stage, both.only(members), pair, members, device, sharding, part))
             except Exception as error:
-                error.add_note(f"{where} was run on units together and alone, to compare their rows; {LEAVE_OUT}")
+                if not isinstance(error, HeteroError):  # which says what is wrong
+                    error.add_note(f"{where} was run on two units, to compare packed with alone; {LEAVE_OUT}")
                 raise
         drew = not all(map(torch.equal, states, (generator.get_state() for generator in generators(device))))
     if drew or not count:  # numbers drawn outside of dropout are a difference of their own
