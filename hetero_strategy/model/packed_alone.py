@@ -201,6 +201,7 @@ def _run(
     inputs = inputs.to(device)
     out: Any = stage(inputs, fed, hidden)
     made, loss = (out.hidden, out.loss_sum) if isinstance(out, LossOutput) else (out, None)
+    made = made if isinstance(made, Tensor) else None  # a step refuses what is neither
     if lie.parts > 1 and made is not None:
         assert isinstance(stage, CausalLM) and isinstance(inputs, SequenceInputs)
         parts = stage.whole_rows(made)
