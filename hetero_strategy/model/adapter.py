@@ -100,6 +100,9 @@ class Adapter(nn.Module):
     """Recipe by which its blocks multiply in float8; None: they do not. See ``HeteroStrategy(float8=...)``."""
     random_numbers: RandomNumbers | None = None
     """The random numbers drawn inside this module; set by its :class:`MultimodalModel`."""
+    packed_equals_alone: bool = False
+    """Whether two packed units were found to give the rows that each gives alone, or nobody is to look; see
+    :func:`~hetero_strategy.model.packed_alone.check_packed_alone`."""
 
     # ---- structure -------------------------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import zlib
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -18,12 +18,63 @@ from hetero_strategy import ragged
 from hetero_strategy.errors import DataError
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, previous_rows
 from hetero_strategy.model.causal_lm import check_slots
-from hetero_strategy.model.inputs import GeneratorInputs, Packing
+from hetero_strategy.model.inputs import ModuleInputs, Packing, host_index, runs_of
 from hetero_strategy.model.kind import LossOutput, ModuleKind
 
 if TYPE_CHECKING:
     from hetero_strategy.loading.payload import InstanceUnits
     from hetero_strategy.plan.step_plan import StepMetadata
+
+
+@dataclass(frozen=True, eq=False)
+class GeneratorInputs(ModuleInputs):
+    """All items that one generator instance draws in one microbatch. Zero items are allowed.
+
+    Inside the module an item's rows are its condition rows, then its target rows.
+    """
+
+    values: Tensor
+    """float32 ``[R, feature]``, raw target rows of all items end to end (image: patches). ``[0, feature]`` on ranks
+    that hold inner pipeline stages only, as is :attr:`noise`."""
+    noise: Tensor
+    """float32 ``[R, feature]``, drawn from the standard normal distribution."""
+    time: Tensor
+    """float32 ``[n]``: the time of each item, from 0 (noise) to 1 (data)."""
+    sizes: np.ndarray
+    """int64 ``[n, k]``, on the host: image (grid height, grid width) in patches."""
+    rows: np.ndarray
+    """int64 ``[n]``, on the host: condition rows that the edge brings to each item."""
+    packing: Packing
+    """The rows inside the module, packed."""
+    counted: Tensor | None = None
+    """bool ``[n]``: items whose loss counts; None if all do."""
+
+    @override
+    def silenced(self, bad: np.ndarray) -> Self:
+        return replace(self, counted=torch.from_numpy(~bad))
+
+    @override
+    def only(self, units: np.ndarray) -> Self:
+        values, noise = self.values, self.noise
+        if len(values):
+            values, noise = (runs_of(each, self.target_rows, units) for each in (values, noise))
+        place = host_index(units, self.time)
+        return replace(
+            self,
+            values=values,
+            noise=noise,
+            time=self.time[place],
+            sizes=self.sizes[units],
+            rows=self.rows[units],
+            packing=Packing.of(self.packing.lengths[units]),
+            counted=None if self.counted is None else self.counted[place.to(self.counted.device)],
+            slots={},
+        )
+
+    @property
+    def target_rows(self) -> np.ndarray:
+        """The number of target rows of each item, int64 ``[n]``, on the host."""
+        return self.packing.lengths[: len(self.rows)] - self.rows
 
 
 @dataclass

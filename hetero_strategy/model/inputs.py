@@ -190,6 +190,13 @@ class ModuleInputs(Movable):
         """Return the same without a loss of the units that are ``bad``, bool ``[n]``; all shapes stay."""
         raise NotImplementedError(f"{type(self).__name__}.silenced: on_error='skip' needs it")
 
+    def only(self, units: np.ndarray) -> Self:
+        """Return the inputs of some of the units, int64 ``[n]``, in this order and without slots.
+
+        Packed units are compared with each alone in classes that define it; a subclass does so again, for its fields.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.only: packed units cannot be taken apart without it")
+
     def narrowed(self, dtype: torch.dtype) -> Self:
         """Return the same with the payload in the dtype that its module computes in, where the module casts it first
         of all.
@@ -218,6 +225,15 @@ class EncoderInputs(ModuleInputs):
     @override
     def silenced(self, bad: np.ndarray) -> Self:
         return self
+
+    @override
+    def only(self, units: np.ndarray) -> Self:
+        raw = self.sizes.prod(axis=1)
+        values = runs_of(self.values, raw, units) if len(self.values) else self.values
+        packing = Packing.of(self.packing.lengths[units])
+        return replace(
+            self, values=values, sizes=self.sizes[units], rows=self.rows[units], packing=packing, cached=None, slots={}
+        )
 
     @override
     def narrowed(self, dtype: torch.dtype) -> Self:
@@ -299,38 +315,11 @@ class SequenceInputs(ModuleInputs):
         own = None if self.own_labels is None else self.own_labels[~sequences[self.own_labels[:, 0]]]
         return replace(self, labels=labels, labelled=None, own_labels=own)
 
-
-@dataclass(frozen=True, eq=False)
-class GeneratorInputs(ModuleInputs):
-    """All items that one generator instance draws in one microbatch. Zero items are allowed.
-
-    Inside the module an item's rows are its condition rows, then its target rows.
-    """
-
-    values: torch.Tensor
-    """float32 ``[R, feature]``, raw target rows of all items end to end (image: patches). ``[0, feature]`` on ranks
-    that hold inner pipeline stages only, as is :attr:`noise`."""
-    noise: torch.Tensor
-    """float32 ``[R, feature]``, drawn from the standard normal distribution."""
-    time: torch.Tensor
-    """float32 ``[n]``: the time of each item, from 0 (noise) to 1 (data)."""
-    sizes: np.ndarray
-    """int64 ``[n, k]``, on the host: image (grid height, grid width) in patches."""
-    rows: np.ndarray
-    """int64 ``[n]``, on the host: condition rows that the edge brings to each item."""
-    packing: Packing
-    """The rows inside the module, packed."""
-    counted: torch.Tensor | None = None
-    """bool ``[n]``: items whose loss counts; None if all do."""
-
     @override
-    def silenced(self, bad: np.ndarray) -> Self:
-        return replace(self, counted=torch.from_numpy(~bad))
-
-    @property
-    def target_rows(self) -> np.ndarray:
-        """The number of target rows of each item, int64 ``[n]``, on the host."""
-        return self.packing.lengths[: len(self.rows)] - self.rows
+    def only(self, units: np.ndarray) -> Self:
+        lengths = self.packing.lengths
+        ids, labels = (runs_of(column, lengths, units) for column in (self.ids, self.labels))
+        return replace(self, ids=ids, labels=labels, labelled=None, packing=Packing.of(lengths[units]), slots={})
 
 
 @dataclass(eq=False)  # not frozen: Lightning moves what predict_step returns to the host field by field
@@ -351,6 +340,11 @@ def normalised(pixels: torch.Tensor, statistics: torch.Tensor) -> torch.Tensor:
     mean, std = statistics
     values = pixels.to(torch.float32, copy=True).div_(255.0).unflatten(1, (-1, len(mean)))
     return values.sub_(mean).div_(std).flatten(1)
+
+
+def runs_of(rows: torch.Tensor, lengths: np.ndarray, units: np.ndarray) -> torch.Tensor:
+    """Return the rows of some units, of all that lie end to end in ``rows`` with these lengths."""
+    return rows[host_index(ragged.expand(ragged.starts(lengths)[units], lengths[units]), rows)]
 
 
 def host_index(index: np.ndarray, like: torch.Tensor) -> torch.Tensor:

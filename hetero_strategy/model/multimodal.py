@@ -18,6 +18,7 @@ from hetero_strategy.model.combine import ModelOutput, StepSums
 from hetero_strategy.model.inputs import ModuleInputs
 from hetero_strategy.model.kind import ModuleKind, check_edges, check_output, usual_edges
 from hetero_strategy.model.materialize import materialize
+from hetero_strategy.model.packed_alone import Pair, check_packed_alone, due
 from hetero_strategy.model.random_numbers import RandomNumbers, draws_others, random_state_kept
 from hetero_strategy.model.without_values import made_without_values
 
@@ -56,6 +57,8 @@ class MultimodalModel(nn.Module):
         freeze: modules or parts ("vision", "vision.backbone") whose parameters are not trained.
         loss_weights: module with a loss -> factor of its loss, 1 by default.
         seed: determines initial values and random numbers inside modules.
+        check_packing: before a module's first step two of its units run together and each alone; an error says where
+            their rows differ.
 
     Raises:
         ModelError: names, edges, widths, weights or frozen parts do not fit together.
@@ -69,6 +72,7 @@ class MultimodalModel(nn.Module):
         freeze: Sequence[str] = (),
         loss_weights: Mapping[str, float] | None = None,
         seed: int = 0,
+        check_packing: bool = True,
     ) -> None:
         super().__init__()
         self.modules_by_name: dict[str, Adapter] = {}
@@ -89,6 +93,7 @@ class MultimodalModel(nn.Module):
             _part(self, part).requires_grad_(False)
         for name, adapter in self.modules_by_name.items():
             adapter.meta_copy()
+            adapter.packed_equals_alone = not check_packing
             others = draws_others(adapter)
             adapter.random_numbers = RandomNumbers(seed, name, adapter.blocks(), others=others)
         self._called: tuple[Any, ...] = ()
@@ -183,6 +188,7 @@ class MultimodalModel(nn.Module):
         logits: list[Tensor] = []
         for name in self.topological():
             module = self.modules_by_name[name]
+            self._check_packing(module, batch, device)
             options = {"keep_logits": True} if keep_logits and name == self.language_models()[0] else {}
             for number, inputs in enumerate(batch.inputs.get(name, ())):
                 if inputs is None:  # the module has nothing to do in this microbatch
@@ -202,6 +208,16 @@ class MultimodalModel(nn.Module):
                     edge_rows[name, number] = output.hidden
         total = sum(losses.values(), torch.zeros((), device=device))
         return step.output(total, losses, tuple(logits) or None)
+
+    def _check_packing(self, module: Adapter, batch: BatchLike, device: torch.device) -> None:
+        """Before the first step in which a module has two units in a microbatch."""
+        number = due(module, batch.plan)
+        inputs = None if number is None else batch.inputs[module.name][number]
+        if number is not None and inputs is not None:
+            sources = [edge.source for edge in self.edges if edge.target == module.name]
+            pair = Pair.of(module, batch.plan, number, sources)
+            check_packed_alone(module, inputs, pair, f"module '{module.name}'", device)
+            module.packed_equals_alone = True
 
     def _device(self) -> torch.device:
         return next(self.parameters()).device

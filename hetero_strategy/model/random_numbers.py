@@ -98,6 +98,10 @@ class RandomNumbers:
         if self._watched:
             self._seeded = [generator.get_state() for generator in self._generators]
 
+    def stop(self) -> None:
+        """Leave the generators alone until the next microbatch starts."""
+        self._microbatch = None
+
     def watch(self) -> None:
         """Look from now on whether numbers are drawn."""
         self._watched = True

@@ -25,11 +25,10 @@ from typing_extensions import override
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.encoder import Backbone, Encoder
-from hetero_strategy.model.generator import Generator
+from hetero_strategy.model.generator import Generator, GeneratorInputs
 from hetero_strategy.model.inputs import (
     IGNORE,
     EncoderInputs,
-    GeneratorInputs,
     ImagePatches,
     MelFrames,
     Packing,

@@ -25,7 +25,8 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.fake import fake_world
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.model.inputs import GeneratorInputs, SequenceInputs, tensors_of
+from hetero_strategy.model.generator import GeneratorInputs
+from hetero_strategy.model.inputs import SequenceInputs, tensors_of
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.plan.step_plan import StepMetadata

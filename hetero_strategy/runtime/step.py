@@ -28,7 +28,7 @@ from hetero_strategy.parallelize.gradients import accumulate, scale
 from hetero_strategy.runtime.agreement import different, plans_differ
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.runtime.garbage import GarbageCollection
-from hetero_strategy.runtime.warm_up import warm_up
+from hetero_strategy.runtime.warm_up import check_packing, warm_up
 
 
 class StepRunner:
@@ -110,6 +110,7 @@ class StepRunner:
 
     def _warm_up(self, batch: Batch, *, train: bool) -> None:
         """Before the first step of its kind."""
+        check_packing(self.executor, batch)
         if self.executor.warms_up and train not in self._warm:
             self._warm.add(train)
             warm_up(self.executor, batch, train=train)

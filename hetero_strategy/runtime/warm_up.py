@@ -1,7 +1,9 @@
-"""Before the first step of training, and the first one of evaluation, every stage runs once by itself.
+"""Before the first step of training, and the first one of evaluation, every stage runs by itself.
 
-Kernels are loaded, blocks compiled and memory is found while no message between stages is under way: what a device does
-the first time may wait for all that runs on it, and blocks of a pipeline compile at once in place of stage by stage.
+First, once, what two packed units give is compared with what each gives alone. Then a stage runs its largest
+microbatch: kernels are loaded, blocks compiled and memory is found while no message between stages is under way. What a
+device does the first time may wait for all that runs on it, and blocks of a pipeline compile at once in place of stage
+by stage.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing_extensions import override
 
 from hetero_strategy.boundary.transport import Transport
 from hetero_strategy.loading.batch import Batch
+from hetero_strategy.model.packed_alone import Pair, check_packed_alone, due
 from hetero_strategy.model.random_numbers import random_state_kept
+from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.copies import masters_kept
 from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.runtime.executor import Executor
@@ -83,6 +87,37 @@ class Alone(Transport):
             return add_to
         channel, transfer = self._transfers[number]
         return torch.zeros((transfer.outputs, channel.width), dtype=channel.dtype, device=channel.device)
+
+
+def check_packing(executor: Executor, batch: Batch) -> None:
+    """Compare packed units with each alone in this rank's stages of every module that has not been compared and has
+    two units in a microbatch of the step. A collective over the ranks of each module.
+
+    Not in an encoder whose rows are kept on disk, nor where another step has computed a module's first stage.
+
+    Raises:
+        ModelError: see :func:`~hetero_strategy.model.packed_alone.check_packed_alone`.
+    """
+    plan, edges = batch.plan, executor.compiler.graph.edges
+    numbers = {name: None if plan.holds(name, 0) else due(one, plan) for name, one in executor.modules.items()}
+    with masters_kept(executor.stages.values()), random_state_kept(executor.device):
+        for name, number in numbers.items():
+            if number is None:
+                continue
+            sources = sorted({source.module for source, target in edges if target.module == name} - {name})
+            for node in sorted(node for node in executor.stages if node.module == name):
+                local, inputs = executor.local[node], batch.inputs[name][number]
+                stage, module = local.adapter, executor.modules[name]
+                if getattr(stage, "keeper", None) is not None:
+                    continue
+                assert inputs is not None
+                where = f"module '{name}'" + ("" if stage.first_stage and stage.last_stage else f", stage {node.stage}")
+                pair = Pair.of(module, plan, number, sources, local.seat.instance)
+                if local.node.sharded:
+                    fsdp.gather(stage)
+                check_packed_alone(stage, inputs, pair, where, executor.device, local.node.row_sharding, local.rows_of)
+                fsdp.release(stage)
+            executor.modules[name].packed_equals_alone = True
 
 
 def largest_alone(

@@ -33,7 +33,7 @@ from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.planner.context import aligned_rows
 from hetero_strategy.runtime import executor as running
-from hetero_strategy.runtime.warm_up import warm_up
+from hetero_strategy.runtime.warm_up import check_packing, warm_up
 from hetero_strategy.schedule.action import Lane, StageGraph, StageId
 from hetero_strategy.schedule.check import check
 from hetero_strategy.schedule.compile import RankAction
@@ -540,7 +540,7 @@ class OnRank:
         return Stepped(self._losses(outcome), errors, trains, dict(peaks), held, plan, schedule.lanes, cached=cached)
 
     def warm_up(self, batch: Batch, *, train: bool = True) -> None:
-        """Before the first step every stage runs by itself, which changes nothing."""
+        """Before the first step every stage runs by itself, which changes nothing, and packed units are compared."""
         if train in self.warm:
             return
         self.warm.add(train)
@@ -549,6 +549,7 @@ class OnRank:
         held = [id(rows) for _, rows in executor.held.all_rows()]
         for p in self.owned.values():
             p.grad = torch.full_like(p, 7.0)
+        check_packing(executor, batch)
         warm_up(executor, batch, train=train)
         assert torch.equal(torch.get_rng_state(), state) and executor.running is None
         assert all(list(stage.parameters()) == shards[name] for name, stage in executor.stages.items())

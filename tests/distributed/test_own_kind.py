@@ -61,6 +61,11 @@ class Pairs(ModuleInputs):
     def silenced(self, bad: np.ndarray) -> Pairs:
         return replace(self, counted=torch.from_numpy(~bad))
 
+    def only(self, units: np.ndarray) -> Pairs:
+        counts = self.counts.unflatten(0, (-1, 2))[units].flatten()
+        part = torch.arange(len(counts)).repeat_interleave(counts)
+        return replace(self, part=part, counts=counts, counted=self.counted[units], slots={})
+
 
 @dataclass
 class Matched(LossOutput):

@@ -8,18 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model import Backbone, Encoder, EncoderInputs, MultimodalModel, Projector
 from hetero_strategy.parallelize.apply import check
+from hetero_strategy.runtime.warm_up import check_packing
 from tests.distributed import scenario, stepping
 from tests.distributed.exact import compare, on, setting_of
 from tests.distributed.exact import expected as expected_of
 from tests.distributed.harness import Pool, WorkerError
 from tests.distributed.scenario import WIDTH, Job, Lit, Result, data, worst_gradient
 from tests.distributed.test_ready_backbone import Flat, merged
+from tests.model.test_packed_alone import Language
 
 
 class Early(Flat):
@@ -162,6 +165,31 @@ class Normed(Flat):
         self.norm = nn.BatchNorm1d(16)
 
 
+class Mixing(Backbone):
+    """Its last block adds half of the row before to each, whosever that is."""
+
+    block_list, before_blocks, after_blocks = "layers", ("first",), ("last",)
+    tp_columns, tp_rows = ("0",), ("1",)
+    width = hidden_width = 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 24), nn.Linear(96, 24)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24)) for _ in range(2))
+
+    def embed(self, inputs: EncoderInputs) -> torch.Tensor:
+        return self.first(inputs.values.to(self.first.weight.dtype))
+
+    def transform(self, rows: torch.Tensor, inputs: EncoderInputs) -> torch.Tensor:
+        for name, block in self.blocks().items():
+            rows = rows + block(rows)
+            rows = rows + rows.roll(1, 0) / 2 if name == "layers.1" else rows
+        return rows
+
+    def finish(self, rows: torch.Tensor, inputs: EncoderInputs) -> torch.Tensor:
+        return self.last(rows.reshape(-1, 96))
+
+
 class Own(Lit):
     kind: type[nn.Module] = Early
 
@@ -280,3 +308,45 @@ def test_a_parameter_that_no_stage_has_is_refused_in_a_pipeline() -> None:
     assert not check("vision", Encoder(named, Projector(24, WIDTH)), layout.resolved("vision"))
     first, last = (named.stage([f"layers.{i}"], first=i == 0, last=i == 2) for i in (0, 2))
     assert first.gain is None and last.gain is named.gain and last.first is None
+
+
+ACROSS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    "sharded": (SHARDED, SHARDED, ["module 'vision': two items", "module 'vision': two items"]),
+    "tensor parallel": (
+        {"ranks": [0, 1], "tp": 2},
+        AUDIO,
+        ["module 'vision': two items", "module 'vision': two items"],
+    ),
+    "pipelined": (PIPELINE, AUDIO, ["", "module 'vision', stage 1: two items"]),
+    "a language model": (AUDIO, SHARDED, ["module 'llm': two samples", "module 'llm': two samples"]),
+}
+"""Layouts of the encoder and of the language model, and what each rank says."""
+
+
+def test_packed_rows_that_see_each_other_are_refused(pool: Pool, folders: dict[bool, str]) -> None:
+    for rank, said in enumerate(pool.run(2, compared, folders[False], timeout=120)):
+        for (name, (*_, wanted)), text in zip(ACROSS.items(), said, strict=True):
+            assert text.startswith(wanted[rank]) and bool(text) == bool(wanted[rank]), (name, rank, text)
+            assert not text or "of its size, above 1.5e-08 (float64)" in text
+
+
+def compared(rank: int, world: int, folder: str) -> list[str]:
+    said = []
+    for name, (vision, llm, _) in ACROSS.items():
+        setting = stepping.Setting(folder, {"vision": vision, "llm": llm})
+        modules: dict[str, Any] = dict(stepping.empty_model(setting).modules_by_name)
+        with torch.device("meta"):
+            if name == "a language model":
+                modules["llm"] = Language(attends=True, width=WIDTH, vocabulary=modules["llm"].vocab_size)
+            else:
+                modules["vision"] = Encoder(Mixing, Projector(24, WIDTH))
+            model = MultimodalModel(modules, setting.flows(), seed=11).double()
+        made = stepping.assembled(setting, rank, world, model=model)
+        share = stepping.share_of(stepping.placed(setting, world), setting, rank)
+        try:
+            check_packing(made.executor, stepping.steps_of(setting, 1, share, made.context)[0])
+            said.append("")
+        except ModelError as error:
+            said.append(str(error))
+        dist.barrier()
+    return said

@@ -17,7 +17,8 @@ from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset, epoch_order
 from hetero_strategy.model import inputs as model_inputs
-from hetero_strategy.model.inputs import EncoderInputs, GeneratorInputs, SequenceInputs
+from hetero_strategy.model.generator import GeneratorInputs
+from hetero_strategy.model.inputs import EncoderInputs, SequenceInputs
 from tests.manifests import entry, write_manifest
 from tests.small_models import digit_processors, draw_processors, kinds_of
 

@@ -26,7 +26,8 @@ from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.model import MultimodalModel
-from hetero_strategy.model.inputs import IGNORE, EncoderInputs, GeneratorInputs, SequenceInputs
+from hetero_strategy.model.generator import GeneratorInputs
+from hetero_strategy.model.inputs import IGNORE, EncoderInputs, SequenceInputs
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan
 from hetero_strategy.zoo import flow_decoder, siglip2_encoder, titan_llama
 from tests.loading.test_loader import flat

@@ -13,6 +13,7 @@ import torch
 from hetero_strategy.model import EncoderInputs, Packing, SequenceInputs
 from hetero_strategy.model.hf_folder import TensorFolder
 from hetero_strategy.model.materialize import materialize
+from hetero_strategy.plan.step_plan import Assignment
 
 VIT = {
     "hidden_size": 16,
@@ -124,10 +125,7 @@ class HandBatch:
     @property
     def plan(self):
         names = {name: None for units in self.units for name in units}
-        assignments = {
-            name: tuple(SimpleNamespace(units=np.array(units.get(name, []), dtype=np.int64)) for units in self.units)
-            for name in names
-        }
+        assignments = {name: tuple(self._computed(name, number) for number in range(len(self.units))) for name in names}
         return SimpleNamespace(
             assignments=assignments,
             metadata=SimpleNamespace(epoch=0, step=0, labels=self.labels),
@@ -137,6 +135,13 @@ class HandBatch:
     def local_rows(self, source, source_microbatch, target, target_microbatch):
         assert source_microbatch == target_microbatch
         return self.order.get((target_microbatch, source, target))
+
+    def _computed(self, name, number):
+        given, units = self.given[number].get(name), np.array(self.units[number].get(name, []), dtype=np.int64)
+        units = units if given is not None else units[:0]
+        inner = np.zeros(0, np.int64) if given is None else given.packing.lengths[: len(units)]
+        bounds = np.array([0, len(units)])
+        return Assignment(units, getattr(given, "rows", inner), inner, bounds, np.zeros(1, np.int64), number, number)
 
     def _of(self, name, number):
         given = self.given[number].get(name)

@@ -48,6 +48,14 @@ def test_encoders_take_any_number_of_items(page: dict[str, Any], name: str) -> N
     assert all(p.grad is not None and not p.grad.any() for p in encoder.parameters())
 
 
+@pytest.mark.parametrize("lengths", [[3, 5, 1], [4], []])
+def test_a_convolution_stays_inside_items(page: dict[str, Any], lengths: list[int]) -> None:
+    made = page["ItemConvolution"](width=8)
+    rows = torch.randn(sum(lengths), 8, generator=torch.Generator().manual_seed(0))
+    wanted = torch.cat([rows.new_zeros(0, 8), *(made.conv(part.T[None])[0].T for part in rows.split(lengths))])
+    torch.testing.assert_close(made(rows, Packing.of(np.array(lengths, np.int64))), wanted)
+
+
 @pytest.mark.parametrize("sizes", [[(2, 4), (4, 6)], []])
 def test_neighbours_are_merged_as_ready_encoders_do(page: dict[str, Any], sizes: list[tuple[int, int]]) -> None:
     inputs = images(sizes, merge=2, patch=4)
@@ -143,6 +151,7 @@ def test_a_kind_of_its_own(page: dict[str, Any]) -> None:
     inputs = page["Match"].kind.inputs(given)
     made = {"vision": (seen,), "llm": (replace(text, slots=slots),), "match": (inputs,)}
     out = model(Batch(plan, made))
+    assert all(module.packed_equals_alone for module in modules.values())
     rows, head = modules["vision"](seen), modules["match"]
     hidden = modules["llm"](made["llm"][0], {("vision", 0): rows}).hidden
     total = torch.zeros((), dtype=torch.float64)
