@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -13,34 +13,43 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-MESSAGES = {"send": True, "recv_": False}
-"""Operation of torch that carries a message -> whether this rank sends it."""
-LOCAL = {"wait_tensor", "_wrap_tensor_autograd"}
-"""Operations of torch's namespaces of collectives that communicate nothing."""
+MESSAGES = ("send", "recv_")
+"""Torch's operators that carry messages between two ranks."""
 
 
 class Operation(NamedTuple):
     """One communication that this rank's host has started."""
 
     name: str
-    """Of torch's operator, such as ``allreduce_`` or ``send``."""
+    """Name of torch's operator, such as ``allreduce_`` or ``send``."""
     group: str
     """Name of the process group, the same on all of its ranks."""
     ranks: tuple[int, ...]
     """Global ranks of the group."""
     peer: int | None
     """Global rank of the other side of a message."""
+    tag: int
+    """Tag of a message; 0 for a collective."""
+    beside: bool
+    """Whether NCCL runs it on a stream of its group's own, beside what the host enqueues next."""
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is one side of a message; else it is a collective."""
+        return self.name in MESSAGES
 
 
 class Operations(TorchDispatchMode):
-    """Calls ``started`` with every communication and with what waits for it.
+    """Tells a subclass of every operator that runs: of communications, of what waits for them, and of all others."""
 
-    A message has not left when it is seen; waiting for it alone, before the rest of its batch, would hang.
-    """
+    def started(self, operation: Operation, work: Work | torch.Tensor) -> None:
+        """A communication was started; ``work`` is what its caller waits for: a work, or a tensor of DTensor's."""
 
-    def __init__(self, started: Callable[[Operation, Callable[..., Any]], None]) -> None:
-        super().__init__()
-        self._started = started
+    def waited(self, tensor: torch.Tensor) -> None:
+        """The host let its stream wait for a tensor that :meth:`started` had as ``work``."""
+
+    def computed(self) -> None:
+        """An operator ran that communicates nothing."""
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -48,26 +57,55 @@ class Operations(TorchDispatchMode):
         out = operator(*args, **(kwargs or {}))
         name = operator._opname
         if operator.namespace == "c10d":
-            group = next(g for g in map(_unboxed, args) if isinstance(g, ProcessGroup))
+            group = next(group for group in map(_unboxed, args) if group is not None)
+            message = name in MESSAGES
+            peer, tag = (dist.get_global_rank(group, args[2]), args[3]) if message else (None, 0)
             work = Work.unbox(out[-1] if isinstance(out, (tuple, list)) else out)
-            peer = dist.get_global_rank(group, args[2]) if name in MESSAGES else None
-            self._started(_operation(name, group, peer), work.wait)
-        elif operator.namespace == "_c10d_functional" and name not in LOCAL:
-            group = _resolve_process_group(args[-1])
-            # torch takes no limit here; that of the group holds.
-            self._started(_operation(name, group, None), lambda *_: torch.ops._c10d_functional.wait_tensor(out))
+            self.started(_operation(name, group, peer, tag, message or _asynchronous(operator, args)), work)
+        elif operator.namespace == "_c10d_functional" and name == "wait_tensor":
+            self.waited(args[0])
+        elif operator.namespace == "_c10d_functional" and isinstance(args[-1], str):
+            self.started(_operation(name, _resolve_process_group(args[-1]), None, 0, True), out)
+        else:
+            self.computed()
         return out
 
 
-def _operation(name: str, group: ProcessGroup, peer: int | None) -> Operation:
-    return Operation(name, group.group_name, tuple(dist.get_process_group_ranks(group)), peer)
+def _operation(name: str, group: ProcessGroup, peer: int | None, tag: int, beside: bool) -> Operation:
+    return Operation(name, group.group_name, tuple(dist.get_process_group_ranks(group)), peer, tag, beside)
 
 
-def _unboxed(value: Any) -> Any:
+def _unboxed(value: Any) -> ProcessGroup | None:
     try:
         return ProcessGroup.unbox(value)
     except (RuntimeError, TypeError, ValueError):
         return None
+
+
+def _asynchronous(operator: Any, args: tuple[Any, ...]) -> bool:
+    """Return what a collective was told, or torch's default, which the dispatcher leaves out."""
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name in ("asyncOp", "async_op"):
+            return bool(args[place] if place < len(args) else argument.default_value)
+    return True
+
+
+class _Blocking(Operations):
+    def __init__(self, patience: float) -> None:
+        super().__init__()
+        self.patience = timedelta(seconds=patience)
+
+    def started(self, operation: Operation, work: Work | torch.Tensor) -> None:
+        if operation.is_message:  # the rest of its batch has not been started yet
+            return
+        try:
+            if isinstance(work, torch.Tensor):
+                torch.ops._c10d_functional.wait_tensor(work)  # torch takes no limit here; that of the group holds
+            else:
+                work.wait(self.patience)
+        except RuntimeError as error:
+            text = f"rank {dist.get_rank()} hangs: nobody came to {operation.name} of ranks {operation.ranks}"
+            raise RuntimeError(text) from error
 
 
 @contextmanager
@@ -80,14 +118,5 @@ def collectives_block(patience: float) -> Iterator[None]:
     Raises:
         RuntimeError: in the collective that hangs.
     """
-
-    def started(operation: Operation, wait: Callable[..., Any]) -> None:
-        if operation.name not in MESSAGES:
-            try:
-                wait(timedelta(seconds=patience))
-            except RuntimeError as error:
-                me = dist.get_rank()
-                raise RuntimeError(f"rank {me} hangs: nobody came to {operation.name} of {operation.ranks}") from error
-
-    with Operations(started):
+    with _Blocking(patience):
         yield
