@@ -1,21 +1,24 @@
-"""gloo made as unforgiving as NCCL can be: messages that hold up their hosts until the other side has come."""
+"""gloo made as unforgiving as NCCL can be: messages and collectives that hold up their hosts until all have come."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from tests.distributed.operations import collectives_block
+
 PATIENCE = 30.0
 """Seconds that a host is held up before it is said to hang."""
-KINDS = ("first message", "receive", "every message")
+KINDS = ("first message", "receive", "everything")
 """``first message`` of two ranks in one group and direction: both hosts wait for each other (NCCL connects them then).
-``receive``: its host waits until the other side has sent. ``every message``: both hosts wait for each other."""
+``receive``: its host waits until the other side has sent. ``everything``: both hosts of a message wait for each other,
+and the hosts of a collective until it has ended, also where FSDP or DTensor starts it."""
 
 
 @contextmanager
@@ -48,7 +51,7 @@ def unforgiving(kind: str, patience: float = PATIENCE) -> Iterator[None]:
             for place, number, sends in names:
                 store.set(f"{kind} {place} {number} {'sent' if sends else 'awaited'}", "")
             for place, number, sends in names:
-                waits = {"first message": number == 0, "receive": not sends, "every message": True}[kind]
+                waits = {"first message": number == 0, "receive": not sends, "everything": True}[kind]
                 if waits:
                     other = f"{kind} {place} {number} {'awaited' if sends else 'sent'}"
                     try:
@@ -59,6 +62,7 @@ def unforgiving(kind: str, patience: float = PATIENCE) -> Iterator[None]:
 
     dist.batch_isend_irecv = batch
     try:
-        yield
+        with collectives_block(patience) if kind == "everything" else nullcontext():
+            yield
     finally:
         dist.batch_isend_irecv = original

@@ -1,7 +1,8 @@
-"""Steps whose messages hold up their hosts, as NCCL's do: none hangs, and gradients are those of one process."""
+"""Steps whose messages and collectives hold up their hosts: none hangs, and gradients are those of one process."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +57,22 @@ def held_up(rank: int, world: int, setting: Setting, wanted: Reference, early: i
     return runs
 
 
+def gathering_in_another_order(rank: int, world: int, setting: Setting, wanted: Reference, kind: str) -> Run:
+    """Rank 1 gathers the parameters of two modules in the other order than rank 0."""
+    program = StepCompiler.program
+
+    def swapped(self: StepCompiler, plan: Any, *, rank: int, train: bool) -> StepProgram:
+        made = program(self, plan, rank=rank, train=train)
+        if rank != 1:
+            return made
+        second = [one for one in made.actions if one.action.kind == "UNSHARD"][1]
+        return replace(made, actions=(second, *(one for one in made.actions if one is not second)))
+
+    StepCompiler.program = swapped  # type: ignore[method-assign]
+    with unforgiving(kind, SOON) if kind else nullcontext():
+        return steps_on_rank(rank, world, setting, wanted, (2,))
+
+
 def unconnected(rank: int, world: int, setting: Setting, wanted: Reference) -> Run:
     """First messages hold up hosts, there is no connect phase, and receives start two actions ahead."""
     start_early(2)
@@ -93,6 +110,16 @@ def test_first_messages_in_a_step_hang(pool: Pool, folders: dict[bool, str]) -> 
     setting = setting_of(folders, LAYOUTS["llm pp2"], "1f1b")
     with pytest.raises(WorkerError, match="hangs: nobody came to"):
         pool.run(2, unconnected, setting, expected(setting), timeout=360)
+
+
+def test_collectives_in_another_order_hang(pool: Pool, folders: dict[bool, str]) -> None:
+    """The negative control of collectives: gloo, whose threads forgive the order, does not notice."""
+    setting = setting_of(folders, {"vision": on(0, 1, dp_shard=2), "llm": on(0, 1, 2, dp_shard=3)}, "1f1b")
+    setting = replace(setting, reshard_after_forward="never")
+    wanted = expected(setting)
+    compare(wanted, pool.run(3, gathering_in_another_order, setting, wanted, "", timeout=360))
+    with pytest.raises(WorkerError, match="hangs: nobody came to"):
+        pool.run(3, gathering_in_another_order, setting, wanted, "everything", timeout=360)
 
 
 def test_every_rank_meets_every_other_once() -> None:
