@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from hetero_strategy.data.media import Media, TargetProcessor
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
 
-VERSION = 8
+VERSION = 9
 """Raised whenever ids, masks, the arrays or a processor's rows change meaning."""
 
 DECODE_LIMIT = 20_000
@@ -166,12 +167,14 @@ def _measure(
     by_field = {processor.field: processor for processor in processors.values()}
     decode = verify == "decode" or (verify == "auto" and len(distinct) <= DECODE_LIMIT)
 
+    odd: list[str] = []
+
     def read(file: tuple[str, str]) -> tuple[tuple[int, ...], int] | str:
         field, name = file
         try:
             size = by_field[field].measure(folder / name)
-            if decode:
-                by_field[field].check(folder / name)
+            if decode and isinstance(said := by_field[field].check(folder / name), str):
+                odd.append(f"{folder / name}: {said}")
             return size
         except (DataError, OSError) as error:
             return str(error)
@@ -186,6 +189,9 @@ def _measure(
                     unread[file] = result
                 else:
                     measured[file] = result
+    if odd:
+        more = f" (and {len(odd) - 1} more files like it)" if len(odd) > 1 else ""
+        warnings.warn(f"{min(odd)}{more}", stacklevel=2)
     for sample in samples if unread else ():
         for file in dict.fromkeys((f, name) for f, names in sample.items.items() for name in names):
             if file in unread:

@@ -26,6 +26,10 @@ SCALED = ("PNG", "PPM")
 """Formats of which Pillow's mode I has 16 bits."""
 UPRIGHT = dict(enumerate(map(Image.Transpose, (0, 3, 1, 5, 4, 6, 2)), 2))
 """Orientation in EXIF -> what turns the image upright, as `ImageOps.exif_transpose` does."""
+FILTERS = {int(one): one.name for one in Image.Resampling}
+"""Number of a filter, as Hugging Face's files say it -> Pillow's name."""
+FEW = 4096
+"""A 16-bit picture of fewer grey values than so many between its darkest and its brightest shows next to nothing."""
 
 
 class Media(Protocol):
@@ -46,8 +50,8 @@ class Media(Protocol):
     def measure(self, path: str | Path) -> tuple[Sizes, int]:
         """Sizes, whose product is the raw rows, and rows at the edge, from the file's header. Raises DataError."""
 
-    def check(self, path: str | Path) -> None:
-        """Decode the whole file and throw the result away. Raises DataError."""
+    def check(self, path: str | Path) -> str | None:
+        """Decode the whole file and throw the result away; return a warning about it, if any. Raises DataError."""
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
         """Rows ``[R, feature]``, float32 or the media's own ``dtype``.
@@ -111,7 +115,8 @@ class ImageProcessor(_FromFields):
     Height and width are rounded to multiples of ``patch_size * merge`` pixels; an image of more than ``max_patches``
     patches is scaled down, none is scaled up. Patches are in row-major (grid_h, grid_w) order with features in
     (patch_h, patch_w, channel) order, as transformers' ``Siglip2ImageProcessor`` makes them. They travel as pixels, a
-    byte each, and become numbers where the encoder runs.
+    byte each, and become numbers where the encoder runs. Transparent pixels are composited on white, as transformers'
+    ``convert_to_rgb`` does. The first frame of an animated image, or its first page, stands for all.
 
     Args:
         patch_size: pixels on a side of a patch.
@@ -120,6 +125,8 @@ class ImageProcessor(_FromFields):
         max_patches: most patches of one image.
         mean, std: mean and deviation of pixel values after scaling to 0..1; one number, or one per channel.
         field: manifest field that names the images.
+        resample: Pillow's filter that resizes, by its number: 0 nearest, 1 lanczos, 2 bilinear, 3 bicubic, 4 box, 5
+            hamming.
     """
 
     patch_size: int = 16
@@ -129,6 +136,7 @@ class ImageProcessor(_FromFields):
     mean: float | tuple[float, ...] = 0.5
     std: float | tuple[float, ...] = 0.5
     field: str = "image"
+    resample: int = 2
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -146,6 +154,9 @@ class ImageProcessor(_FromFields):
                     raise ConfigError(f"{name}: {part} is {value!r}; give a number{over}, or one for each channel")
             if isinstance(value, tuple):
                 object.__setattr__(self, part, tuple(map(float, value)))
+        if not is_whole(self.resample) or self.resample not in FILTERS:
+            known = ", ".join(f"{number} ({filter.lower()})" for number, filter in sorted(FILTERS.items()))
+            raise ConfigError(f"{name}: resample is {self.resample!r}; use one of Pillow's filters: {known}")
         if self.channels not in (1, 3):
             raise ConfigError(f"{name}: channels is {self.channels}; use 3 (RGB) or 1 (grey)")
         if self.max_patches < self.merge**2:
@@ -178,12 +189,14 @@ class ImageProcessor(_FromFields):
             grid = self._grid(image)
         return grid, grid[0] * grid[1] // self.merge**2
 
-    def check(self, path: str | Path) -> None:
-        """Verify checksums, then decode all pixels."""
+    def check(self, path: str | Path) -> str | None:
+        """Verify checksums, then decode all pixels; report a 16-bit image of a narrow range, such as 12-bit values."""
         with reading(path, "image", Image.open) as image:
             reading(path, "image", lambda _: image.verify())  # checksums; load() forgives a PNG without its end
         with reading(path, "image", Image.open) as image:
+            stored = _stored(image)
             reading(path, "image", lambda _: image.load())
+            return _narrow(image) if image.mode.startswith("I") or ";16" in stored else None
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
         """Patches of the resized image, uint8."""
@@ -218,7 +231,7 @@ class ImageProcessor(_FromFields):
 
     def _pixels(self, image: Image.Image, grid: tuple[int, int]) -> np.ndarray:
         """Pixels of the image resized to its grid, uint8 ``[height, width, channels]``."""
-        opened = image.size
+        opened, stored = image.size, _stored(image)
         image.load()
         if image.format == "TIFF" and image.size != opened:  # Pillow turns it, and may have garbled it
             raise ValueError(f"{image.size} pixels, of which its header says {opened}; save it upright")
@@ -226,12 +239,14 @@ class ImageProcessor(_FromFields):
             image = image.transpose(UPRIGHT[turned])
         if image.mode.startswith("I"):  # 16 bit, or 12 in a TIFF: convert() would clip instead of scaling
             tags = getattr(image, "tag_v2", {258: (16,), 262: 1})  # bits, and 0 where 0 is white
-            grey = (np.asarray(image).astype(np.int64) >> tags[258][0] - 8).clip(0, 255).astype(np.uint8)
-            image = Image.fromarray(grey if tags.get(262, 0) else 255 - grey)
-        image = image.convert("RGB" if self.channels == 3 else "L")
+            values = np.asarray(image).astype(np.int64)
+            grey = (values >> tags[258][0] - 8).clip(0, 255).astype(np.uint8)
+            grey = grey if tags.get(262, 0) else 255 - grey
+            image = Image.fromarray(np.where(values == image.info.get("transparency"), np.uint8(255), grey))
+        image = _on_white(image, stored).convert("RGB" if self.channels == 3 else "L")
         size = (grid[1] * self.patch_size, grid[0] * self.patch_size)
         if image.size != size:
-            image = image.resize(size, Image.Resampling.BILINEAR)
+            image = image.resize(size, Image.Resampling(self.resample))
         return np.asarray(image).reshape(size[1], size[0], self.channels)
 
 
@@ -352,6 +367,39 @@ def _opened(path: str | Path) -> Image.Image:
             " save 8 or 16 bits per channel"
         )
     return image
+
+
+def _stored(image: Image.Image) -> str:
+    """How an image's file holds its pixels, in Pillow's words, such as L;2 or RGB;16B; known until they are decoded."""
+    args = image.tile[0].args if getattr(image, "tile", None) else ""  # nothing of what a plugin decodes at once
+    return str(args[0] if isinstance(args, tuple) else args)
+
+
+def _on_white(image: Image.Image, stored: str) -> Image.Image:
+    """The decoded image before white, where any of it is transparent."""
+    if not image.has_transparency_data:
+        return image
+    colour = image.info.get("transparency")  # of a PNG as in its file, where pixels are of 8 bits now
+    if isinstance(colour, int) and image.mode == "L":
+        image.info["transparency"] = colour * {"L;2": 85, "L;4": 17}.get(stored, 1)
+    elif isinstance(colour, tuple) and ";16" in stored:
+        image.info["transparency"] = tuple(channel >> 8 for channel in colour)
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+
+
+def _narrow(image: Image.Image) -> str | None:
+    """What to say of a decoded 16-bit image that uses a small part of its range."""
+    scale = 1 if image.mode.startswith("I") else 256  # of 16 bits a channel Pillow keeps the upper 8
+    ends = image.getextrema()
+    ends = [ends] if isinstance(ends[0], int | float) else ends
+    seen = [end for band, of_band in zip(image.getbands(), ends, strict=True) if band != "A" for end in of_band]
+    low, high = int(min(seen)) * scale, int(max(seen)) * scale
+    if not 0 < high - low < FEW or getattr(image, "tag_v2", {}).get(258, (16,))[0] < 16:
+        return None
+    return (
+        f"its pixels are {low} to {high} of 0 to 65535, next to {'black' if high < FEW else 'one colour'} for a model;"
+        " scale them to the whole range, or save them with 8 bits"
+    )
 
 
 def _orientation(image: Image.Image) -> int:

@@ -293,6 +293,15 @@ def test_headers_only_misses_a_cut_file_by_choice(
     assert len(build(manifest, digits, verify="auto")) == 1
 
 
+def test_one_warning_names_pictures_of_a_narrow_range(digits: Path, tmp_path: Path) -> None:
+    for name, most in (("a", 4095), ("b", 900), ("c", 65535)):
+        Image.fromarray(np.linspace(0, most, 256).astype(np.uint16).reshape(16, 16)).save(tmp_path / f"{name}.png")
+    entries = [entry(name, "<image>", image=f"{name}.png") for name in "abc"]
+    with pytest.warns(UserWarning, match=r"a\.png: its pixels are 0 to 4095 of .*; scale them .* \(and 1 more") as said:
+        build(write_manifest(tmp_path, *entries), digits)
+    assert len(said) == 1
+
+
 def test_refusals(digits: Path, tmp_path: Path) -> None:
     twins = {"left": ImageProcessor(), "right": ImageProcessor()}
     with pytest.raises(ConfigError, match="left, right read the fields image, image"):

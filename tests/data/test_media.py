@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 from math import ceil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import soundfile
 import torch
 from PIL import Image, ImageOps, TiffImagePlugin, features
 
-from hetero_strategy.data.media import AudioProcessor, ImageProcessor, TargetProcessor
+from hetero_strategy.data.media import AudioProcessor, ImageProcessor, TargetProcessor, _on_white
 from hetero_strategy.data.media_file import _streamed, reading
 from hetero_strategy.data.targets import ImageTarget
 from hetero_strategy.errors import ConfigError, DataError
@@ -85,6 +86,8 @@ def test_grey_and_channel_statistics(tmp_path: Path) -> None:
         ({"mean": None}, r"mean is None; give a number, or one for each channel"),
         ({"mean": "0.5"}, r"mean is '0.5'; give a number, or"),
         ({"max_patches": "64"}, r"max_patches is '64'; use a whole number above 0"),
+        ({"resample": 17}, r"resample is 17; use one of Pillow's filters: 0 \(nearest\), 1 \(lanczos\), 2 \(bil"),
+        ({"resample": "bicubic"}, r"resample is 'bicubic'; use one"),
         ({"merge": 1.5}, r"merge is 1.5; use a whole number above 0"),
     ):
         with pytest.raises(ConfigError, match=rf"^ImageProcessor: {message}"):
@@ -98,6 +101,95 @@ def test_sixteen_bit_is_scaled_not_clipped(tmp_path: Path) -> None:
         Image.fromarray(values).save(path)
         patches = numbers(ImageProcessor(patch_size=8, channels=1, mean=0.0, std=1.0), path)
         np.testing.assert_allclose(patches.reshape(8, 8), values / 65535, atol=1 / 200)
+
+
+def png(path: Path, bits: int, kind: int, row: bytes, width: int, transparent: bytes) -> Path:
+    """Write a PNG of one row, with a tRNS chunk, such as Pillow does not write them."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    head = struct.pack(">IIBBBBB", width, 1, bits, kind, 0, 0, 0)
+    parts = ((b"IHDR", head), (b"tRNS", transparent), (b"IDAT", zlib.compress(b"\0" + row)), (b"IEND", b""))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts))
+    return path
+
+
+def test_what_is_transparent_stands_on_white(tmp_path: Path) -> None:
+    """As transformers has it; the colour below is black, at half alpha what is seen is grey."""
+    from transformers.image_transforms import convert_to_rgb
+
+    rgba = np.zeros((2, 4, 4), np.uint8)
+    rgba[..., 3] = [[0, 128, 255, 60]] * 2
+    rgba[1, :, 0] = 200
+    whole = Image.fromarray(rgba)
+    palette = Image.new("P", (4, 2), 1)
+    palette.putpalette([9, 9, 9, 0, 0, 0])
+    palette.putpixel((2, 0), 0)
+    pictures: dict[str, tuple[Image.Image, dict[str, object]]] = {
+        "rgba.png": (whole, {}),
+        "rgba.webp": (whole, {"lossless": True, "exact": True}),
+        "la.png": (whole.convert("LA"), {}),
+        "p.png": (palette, {"transparency": 1}),
+        "p.gif": (palette, {"transparency": 1}),
+        "half.png": (palette, {"transparency": bytes([255, 128])}),
+        "rgb.png": (whole.convert("RGB"), {"transparency": (0, 0, 0)}),
+        "l.png": (whole.convert("L"), {"transparency": 0}),
+    }
+    for name, (image, options) in pictures.items():
+        image.save(path := tmp_path / name, **options)
+        with Image.open(path) as opened:
+            expected = convert_to_rgb(opened, return_numpy=True)
+        assert (expected > 100).any()  # not black alone
+        assert (ImageProcessor(patch_size=1).load(path).reshape(2, 4, 3) == expected).all(), name
+        drawn = ImageTarget(patch_size=2).load(path).reshape(2, 2, 2, 3).swapaxes(0, 1)
+        assert np.allclose(drawn.reshape(2, 4, 3), expected / 127.5 - 1, atol=1e-6), name
+        grey = ImageProcessor(patch_size=1, channels=1).load(path).reshape(2, 4)
+        assert (grey == np.asarray(Image.fromarray(expected).convert("L"))).all(), name
+    both = whole.convert("LA").convert("PA")  # which Pillow reads of some TIFFs, and writes to none
+    assert (np.asarray(_on_white(both, "").convert("RGB")) == convert_to_rgb(both, return_numpy=True)).all()
+
+
+@pytest.mark.parametrize(
+    ("bits", "kind", "row", "transparent", "expected"),
+    [
+        (16, 0, b"\x12\x34\x80\x34", b"\x12\x34", [255, 128]),
+        (16, 2, b"\x12\x34" * 3 + b"\x80\x34" * 3, b"\x12\x34" * 3, [255, 128]),
+        (8, 0, b"\x01\x09", b"\0\x01", [255, 9]),
+        (2, 0, b"\x1b", b"\0\x02", [0, 85, 255, 255]),
+        (4, 0, b"\x28", b"\0\x02", [255, 136]),
+        (1, 0, b"\x1b", b"\0\0", [255] * 8),
+    ],
+)
+def test_the_transparent_colour_of_a_png_is_of_its_own_bits(
+    tmp_path: Path, bits: int, kind: int, row: bytes, transparent: bytes, expected: list[int]
+) -> None:
+    path = png(tmp_path / "a.png", bits, kind, row, len(expected), transparent)
+    assert ImageProcessor(patch_size=1, channels=1).load(path).ravel().tolist() == expected
+
+
+@pytest.mark.parametrize(("values", "odd"), [((0, 4095), True), ((40000, 40900), True), ((0, 4096), False)])
+@pytest.mark.parametrize("colour", [False, True])
+def test_sixteen_bits_of_a_narrow_range_are_odd(
+    tmp_path: Path, values: tuple[int, int], odd: bool, colour: bool
+) -> None:
+    row = struct.pack(">2H", *values) if not colour else struct.pack(">6H", *np.repeat(values, 3))
+    path = png(tmp_path / "a.png", 16, 2 if colour else 0, row, 2, b"\1\2" * (3 if colour else 1))
+    said = ImageProcessor().check(path)
+    assert (said is not None) == odd
+    if said:
+        low, high = np.array(values) // 256 * 256 if colour else values
+        assert said.startswith(f"its pixels are {low} to {high} of 0 to 65535") and "scale them" in said
+    Image.new("L", (160, 16), 3).save(tmp_path / "dark.tiff")
+    assert ImageProcessor().check(tmp_path / "dark.tiff") is None
+
+
+@pytest.mark.parametrize("resample", range(6))
+def test_the_filter_is_pillows(tmp_path: Path, resample: int) -> None:
+    path = picture(tmp_path / "a.png", 70, 100)
+    found = ImageProcessor(patch_size=16, resample=resample).load(path)
+    wanted = np.asarray(Image.open(path).resize((64, 96), Image.Resampling(resample)))
+    assert (found.reshape(6, 4, 16, 16, 3).transpose(0, 2, 1, 3, 4).reshape(96, 64, 3) == wanted).all()
 
 
 @pytest.mark.parametrize(("bits", "black"), [(12, True), (16, True), (16, False)])
