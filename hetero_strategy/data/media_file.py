@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,13 +12,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from hetero_strategy.data.recording import MOST_LEFT, check_container, check_streams
 from hetero_strategy.errors import DataError
 
 Result = TypeVar("Result")
 BLOCK = 1 << 16
 """Samples, or bytes, that are read at a time."""
-MOST_LEFT = 4096
-"""Bytes of an MP3 that its header may have left out of its count."""
 UNKNOWN = 2**62
 """More samples than any recording has: libsndfile's number where it does not know."""
 
@@ -56,7 +54,6 @@ def length_of(path: str | Path) -> tuple[int, int]:
     samples = info.frames
     if info.format == "MP3" and not _says_its_length(path):
         samples = reading(path, "audio", lambda p: sum(map(len, _streamed(p))))
-    _check_riff(path)
     return samples, info.samplerate
 
 
@@ -64,12 +61,13 @@ def waveform_of(path: str | Path) -> tuple[np.ndarray, int]:
     """Samples averaged over channels, float32 ``[n]``, and their sampling rate.
 
     Raises:
-        DataError: as :func:`length_of`; also where samples are NaN or infinite.
+        DataError: as :func:`length_of`; also where the file holds other samples than its header and its pages say, or
+            samples are NaN or infinite.
     """
     import soundfile
 
     info = _info(path)
-    _check_riff(path)
+    check_streams(path, info.format)
     if info.format == "MP3" and not _says_its_length(path):
         samples = reading(path, "audio", lambda p: np.concatenate([np.zeros((0, info.channels), "f4"), *_streamed(p)]))
         return _mono(path, samples), info.samplerate
@@ -80,10 +78,13 @@ def waveform_of(path: str | Path) -> tuple[np.ndarray, int]:
 
 
 def _info(path: str | Path) -> Any:
-    """What libsndfile says of a file; DataError where that has no length, as a FLAC that was written to a pipe."""
+    """What libsndfile says of a file; DataError where that has no length, as a FLAC that was written to a pipe, or
+    another one than its header says.
+    """
     import soundfile
 
     info = reading(path, "audio", soundfile.info)
+    check_container(path, info)
     if info.frames >= UNKNOWN:
         raise DataError(f"{path}: its header does not say how long it is, as if written to a pipe; convert it anew")
     return info
@@ -159,20 +160,3 @@ def _feed(path: str, into: int) -> None:
     with suppress(BrokenPipeError), open(into, "wb") as pipe, open(path, "rb") as file:
         while block := file.read(BLOCK):
             pipe.write(block)
-
-
-def _check_riff(path: str | Path) -> None:
-    """Refuse a WAV whose data chunk ends beyond the file: libsndfile would silently give the part that is there."""
-    with open(path, "rb") as file:
-        if file.read(4) != b"RIFF":
-            return
-        size = file.seek(0, 2)
-        chunk = 12  # position of the first one
-        while chunk + 8 <= size:
-            file.seek(chunk)
-            name, length = struct.unpack("<4sI", file.read(8))
-            if name == b"data":
-                if length != 0xFFFFFFFF and chunk + 8 + length > size:  # 0xFFFFFFFF: written as a stream
-                    raise DataError(f"{path}: truncated audio: {size - chunk - 8} of {length} bytes are there")
-                return
-            chunk += 8 + length + length % 2
