@@ -6,7 +6,7 @@ before anything is decoded; ``load`` then gives exactly these rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import ceil, gcd, sqrt
@@ -80,6 +80,28 @@ class TargetProcessor(Media, Protocol):
 
     def target_elements(self, sizes: np.ndarray) -> np.ndarray:
         """Numbers that the loss counts, int64 ``[n]``, of items with these sizes, int64 ``[n, k]``."""
+
+
+def of_items(media: Mapping[str, Media], rows: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, str]]:
+    """Module -> rows of its items in a sample, and the option that makes them fewer; empty: none does.
+
+    Args:
+        media: by module.
+        rows: field -> rows of each item.
+    """
+    found = {}
+    for module, one in media.items():
+        scaled = hasattr(one, "max_patches") and not isinstance(one, TargetProcessor)
+        found[module] = sum(rows.get(one.field, ())), f"processors.{module}.max_patches" if scaled else ""
+    return found
+
+
+def too_long(tokens: int, items: Mapping[str, tuple[int, str]], max_tokens: int) -> str:
+    """What to say of a sample of so many tokens, of which ``items`` are those of :func:`of_items`."""
+    parts = [f"{rows} are rows of '{module}'" for module, (rows, _) in items.items() if rows]
+    fixes = ["shorten it", *(f"lower {option}" for rows, option in items.values() if rows and option)]
+    of_which = f"of which {' and '.join(parts)}, " if parts else ""
+    return f"{tokens} tokens, {of_which}more than max_tokens={max_tokens}; {', '.join(fixes)} or raise max_tokens"
 
 
 def zero_rows(media: Media, count: int = 0) -> np.ndarray:
@@ -317,11 +339,14 @@ class AudioProcessor(_FromFields):
 
     def _frames(self, path: str | Path, samples: int, rate: int) -> int:
         if samples <= 0:
-            raise DataError(f"{path}: audio of zero length")
+            raise DataError(f"{path}: audio of zero length", "zero length")
         if samples > self.max_seconds * rate:
             raise DataError(
-                f"{path}: {samples / rate:.1f} s of audio, more than max_seconds={self.max_seconds:g}; cut the clip or"
-                " raise max_seconds"
+                f"{path}: {samples / rate:.10g} s of audio, more than max_seconds={self.max_seconds:g}: {samples}"
+                f" samples at {rate} Hz, of which {int(self.max_seconds * rate)} may be; cut the clip, such as by"
+                f" ffmpeg -t {self.max_seconds:g}, or raise max_seconds of the processor as far as the encoder has"
+                " positions (Whisper's 1500 end at 30 s)",
+                "too long",
             )
         up, down = self._ratio(rate)
         return max(1, ceil(samples * up / down) // self.hop_length)
@@ -364,14 +389,16 @@ def _opened(path: str | Path) -> Image.Image:
         image.close()
         raise DataError(
             f"{path}: its pixels are 32-bit numbers (Pillow's mode {image.mode}), of no known range; scale them and"
-            " save 8 or 16 bits per channel"
+            " save 8 or 16 bits per channel",
+            "32-bit pixels",
         )
     return image
 
 
 def _stored(image: Image.Image) -> str:
     """How an image's file holds its pixels, in Pillow's words, such as L;2 or RGB;16B; known until they are decoded."""
-    args = image.tile[0].args if getattr(image, "tile", None) else ""  # nothing of what a plugin decodes at once
+    tiles = getattr(image, "tile", None)  # none of what a plugin decodes at once
+    args = tiles[0].args if tiles else ""
     return str(args[0] if isinstance(args, tuple) else args)
 
 
@@ -390,10 +417,9 @@ def _on_white(image: Image.Image, stored: str) -> Image.Image:
 def _narrow(image: Image.Image) -> str | None:
     """What to say of a decoded 16-bit image that uses a small part of its range."""
     scale = 1 if image.mode.startswith("I") else 256  # of 16 bits a channel Pillow keeps the upper 8
-    ends = image.getextrema()
-    ends = [ends] if isinstance(ends[0], int | float) else ends
-    seen = [end for band, of_band in zip(image.getbands(), ends, strict=True) if band != "A" for end in of_band]
-    low, high = int(min(seen)) * scale, int(max(seen)) * scale
+    ends = np.array(image.getextrema(), np.int64).reshape(-1, 2)
+    seen = ends[[band != "A" for band in image.getbands()]]
+    low, high = int(seen.min()) * scale, int(seen.max()) * scale
     if not 0 < high - low < FEW or getattr(image, "tag_v2", {}).get(258, (16,))[0] < 16:
         return None
     return (

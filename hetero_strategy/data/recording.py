@@ -79,14 +79,19 @@ def check_container(path: str | Path, info: Any) -> None:
         if declared is None:
             frames = re.search(r"^ *Frames *: (\d+)", info.extra_info, re.MULTILINE)
             if info.format in ("AVR", "MPC2K") and frames and int(frames[1]) != info.frames:
-                raise DataError(f"{path}: truncated audio: {info.frames} of {frames[1]} samples are there; {ALONE}")
+                raise DataError(
+                    f"{path}: truncated audio: {info.frames} of {frames[1]} samples are there; {ALONE}",
+                    "truncated audio",
+                )
             if found := re.search(r".*(truncated|should be).*", info.extra_info):
                 note = found[0].strip(" *.")
-                raise DataError(f"{path}: truncated audio; libsndfile notes of its {size} bytes: {note}; {ALONE}")
+                raise DataError(
+                    f"{path}: truncated audio; libsndfile notes of its {size} bytes: {note}; {ALONE}", "truncated audio"
+                )
             return
         there = size - declared.start
         if declared.length > there:
-            raise DataError(f"{path}: truncated audio: {there} of {declared.length} bytes are there")
+            raise DataError(f"{path}: truncated audio: {there} of {declared.length} bytes are there", "truncated audio")
         file.seek(declared.end)
         rest = file.read(MOST_LEFT)
     beyond = info.frames * info.channels * WIDTHS.get(info.subtype, 0) > declared.length  # it would read the rest too
@@ -94,7 +99,8 @@ def check_container(path: str | Path, info: Any) -> None:
     if beyond or another or (len(rest) == MOST_LEFT and any(rest) and not rest.startswith(TAGS)):
         raise DataError(
             f"{path}: its header counts {declared.end} bytes, but the file has {size}: several recordings in one, of"
-            f" which readers take the first alone, or one that was written on; {ALONE}"
+            f" which readers take the first alone, or one that was written on; {ALONE}",
+            "several recordings",
         )
 
 
@@ -158,7 +164,10 @@ def check_streams(path: str | Path, kind: str) -> None:
     data = Path(path).read_bytes()
     begins = len(re.findall(rb"fLaC[\0\x80]\0\0\x22", data)) if kind == "FLAC" else _check_pages(path, data)
     if begins > 1:
-        raise DataError(f"{path}: {begins} recordings in one file, of which readers take the first alone; {ALONE}")
+        raise DataError(
+            f"{path}: {begins} recordings in one file, of which readers take the first alone; {ALONE}",
+            "several recordings",
+        )
 
 
 def _check_pages(path: str | Path, data: bytes) -> int:
@@ -170,7 +179,10 @@ def _check_pages(path: str | Path, data: bytes) -> int:
         flags, serial, first = head[5], head[14:18], at + 27 + head[26]
         end = first + sum(data[at + 27 : first])
         if len(data) < max(end, at + 28):
-            raise DataError(f"{path}: truncated audio: its page {pages} ends at byte {end}, the file at {len(data)}")
+            raise DataError(
+                f"{path}: truncated audio: its page {pages} ends at byte {end}, the file at {len(data)}",
+                "truncated audio",
+            )
         if flags & 2:
             recordings += data[first:].startswith((b"\1vorbis", b"OpusHead", b"\x7fFLAC", b"Speex"))
             unended.add(serial)
@@ -178,5 +190,7 @@ def _check_pages(path: str | Path, data: bytes) -> int:
             unended.discard(serial)
         at = data.find(b"OggS", end)
     if unended:
-        raise DataError(f"{path}: truncated audio: {pages} pages, of which none is marked as the last; {ALONE}")
+        raise DataError(
+            f"{path}: truncated audio: {pages} pages, of which none is marked as the last; {ALONE}", "truncated audio"
+        )
     return recordings

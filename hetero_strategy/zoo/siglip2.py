@@ -168,7 +168,7 @@ def _seen(checkpoint: str | Path) -> dict[str, Any]:
     except (TypeError, ValueError):
         raise ModelError(f"siglip2: {checkpoint} says of its pixels {kept}; correct what is no number there") from None
     resample = said.get("resample")
-    if resample is not None and not (is_whole(resample) and int(resample) in iter(Resampling)):
+    if resample is not None and not (is_whole(resample) and int(resample) in [*Resampling]):
         raise ModelError(
             f"siglip2: {checkpoint} says of its pixels resample={resample!r}; correct it to the number of a filter of"
             " Pillow, such as 2 (bilinear)"

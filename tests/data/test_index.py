@@ -262,9 +262,15 @@ def test_all_faults_of_files_in_one_error(digits: Path, tmp_path: Path) -> None:
     expected = ["none.png: file is missing", "0 <image>", "1 <audio>", "cut.png: not a readable image", "zero length"]
     expected += ["answer is empty", "103 tokens, more than max_tokens=50"]
     names = ["s0", "s1", "s1", "s2", "s3", "s4", "s5"]
-    for line, name, text in zip(lines[1:], names, expected, strict=True):
+    for line, name, text in zip(lines[1:-1], names, expected, strict=True):
         assert f"'{name}'" in line and text in line
-    assert not (tmp_path / ".hetero_index").exists()
+    (listed,) = (tmp_path / ".hetero_index").iterdir()  # and no index
+    assert lines[-1].strip() == f"all are listed in {listed}"
+    found = [json.loads(line) for line in listed.read_text().splitlines()]
+    assert [fault["sample"] for fault in found] == names
+    kinds = ["missing file", "manifest", "manifest", "damaged image", "zero length", "manifest", "too long"]
+    assert [fault["kind"] for fault in found] == kinds
+    assert [fault["file"] for fault in found] == ["none.png", None, None, "cut.png", "zero.wav", None, None]
 
 
 def test_a_bad_file_is_a_fault_of_every_sample_that_has_it(digits: Path, tmp_path: Path) -> None:
@@ -274,8 +280,9 @@ def test_a_bad_file_is_a_fault_of_every_sample_that_has_it(digits: Path, tmp_pat
     entries[2] = entry("s2", "<image><image>", image=["none.png", "none.png"])  # once of each sample
     with pytest.raises(DataError) as caught:
         build(write_manifest(tmp_path, *entries), digits)
-    head, *lines, rest = str(caught.value).splitlines()
+    head, *lines, rest, where = str(caught.value).splitlines()
     assert ": 11 faults; " in head and rest.strip() == "... and 1 more"
+    assert len(Path(where.split(" in ")[1]).read_text().splitlines()) == 11
     for line, number in zip(lines, [0, *range(2, 11)], strict=True):
         assert f"sample 's{number}'" in line and "none.png: file is missing" in line
 
