@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,19 +55,22 @@ def write_list(index: Path, manifests: Sequence[Path], faults: Sequence[Fault]) 
     """
     path = list_path(index)
     if not faults:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
         return ""
     lines = (
         {"sample": f.sample, "manifest": str(manifests[f.position[0]]), "entry": f.position[1], "file": f.file}
         | {"kind": f.kind, "message": f.message}
         for f in sorted(faults, key=lambda fault: fault.position)
     )
+    written = path.with_name(f".{path.name}.{os.getpid()}")  # others may write it too
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            os.fchmod(file.fileno(), 0o644)
-            file.writelines(json.dumps(line, ensure_ascii=True) + "\n" for line in lines)
-        os.replace(file.name, path)
+        with written.open("w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        written.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            written.unlink(missing_ok=True)
         return f"their list {path} cannot be written ({error.strerror or error})"
     return f"all are listed in {path}"

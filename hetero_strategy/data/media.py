@@ -343,7 +343,7 @@ class AudioProcessor(_FromFields):
         if samples > self.max_seconds * rate:
             raise DataError(
                 f"{path}: {samples / rate:.10g} s of audio, more than max_seconds={self.max_seconds:g}: {samples}"
-                f" samples at {rate} Hz, of which {int(self.max_seconds * rate)} may be; cut the clip, such as by"
+                f" samples at {rate} Hz, {samples - int(self.max_seconds * rate)} too many; cut the clip, such as by"
                 f" ffmpeg -t {self.max_seconds:g}, or raise max_seconds of the processor as far as the encoder has"
                 " positions (Whisper's 1500 end at 30 s)",
                 "too long",

@@ -22,7 +22,7 @@ BLOCK = 1 << 16
 """Samples, or bytes, that are read at a time."""
 LONG = 200
 """Characters of a name that messages show; data in the place of a name is longer."""
-INLINE = "data in a manifest is not read, save it as a file and name this"
+INLINE = "data is not read from a manifest; save it as a file, and name the file"
 CONVERT = "convert it, such as by ffmpeg -i in.m4a out.flac"
 WHERE = "where the run starts (for recipes in a module that imports= names)"
 UNREAD = {
@@ -54,7 +54,7 @@ def _explained(path: str, kind: str, error: Exception) -> DataError:
     if data := re.search(r"(?:^|/)(data:[\w.+-]*(/[\w.+-]*)?[;,].*)", path, re.DOTALL):
         return DataError(f"{shortened(data[1])}: {INLINE}", "inline data")
     if url := re.search(r"(?:^|/)([a-z][a-z0-9+.-]+):/+(.*)", path):
-        shown = shortened(f"{url[1]}://{url[2]}")
+        shown = shortened(f"{url[1]}://{'/' * (url[1] == 'file')}{url[2]}")
         fix = "leave out file://" if url[1] == "file" else "download it, and name the file"
         return DataError(f"{shown}: only files are read, not URLs; {fix}", "URL")
     try:
@@ -66,7 +66,7 @@ def _explained(path: str, kind: str, error: Exception) -> DataError:
         why = getattr(unopened, "strerror", None) or unopened
         return DataError(f"{shortened(path)}: cannot be opened: {why}{inline}", "cannot be opened")
     if stat.S_ISDIR(mode):
-        return DataError(f"{path}: is a folder; name the {kind} files in it, each in a list", "folder")
+        return DataError(f"{path}: is a folder; list the {kind} files in it instead", "folder")
     if not stat.S_ISREG(mode):
         return DataError(f"{path}: is no file, but a device, a pipe or a socket; save its content as a file", "no file")
     reason = " ".join(str(error).split())

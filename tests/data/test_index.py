@@ -300,6 +300,16 @@ def test_headers_only_misses_a_cut_file_by_choice(
     assert len(build(manifest, digits, verify="auto")) == 1
 
 
+def test_a_sample_too_long_by_its_pictures_says_so(digits: Path, tmp_path: Path) -> None:
+    media(tmp_path)
+    manifest = write_manifest(tmp_path, entry("x", "<image><image><audio>", image=["a.png", "b.png"], audio="c.wav"))
+    fix = r"shorten it, lower processors\.vision\.max_patches or raise max_tokens"
+    with pytest.raises(
+        DataError, match=rf"17 tokens, of which 8 are rows of 'vision' and 5 .*'audio', more than .*; {fix}"
+    ):
+        build(manifest, digits, max_tokens=16)
+
+
 def test_one_warning_names_pictures_of_a_narrow_range(digits: Path, tmp_path: Path) -> None:
     for name, most in (("a", 4095), ("b", 900), ("c", 65535)):
         Image.fromarray(np.linspace(0, most, 256).astype(np.uint16).reshape(16, 16)).save(tmp_path / f"{name}.png")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import struct
 import zlib
 from math import ceil
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from PIL import Image, ImageOps, TiffImagePlugin, features
+from PIL import Image, ImageOps, PngImagePlugin, TiffImagePlugin, features
 
 from hetero_strategy.data.media import AudioProcessor, ImageProcessor, TargetProcessor, _on_white
 from hetero_strategy.data.media_file import _streamed, reading
@@ -283,6 +284,101 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
             assert len(str(caught.value)) < 500
 
 
+INLINE = "iVBORw0KGgoAAAANSUhEUgAAAEAAAAAwCAIAAA" * 30
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "kind"),
+    [
+        ("https://example.com/a.png", "^https://example.com/a.png: only files are read, not URLs; download it", "URL"),
+        ("s3://bucket/a b.png", "^s3://bucket/a b.png: only files are read, not URLs; download it", "URL"),
+        ("file:///data/a.png", "^file:///data/a.png: only files are read, not URLs; leave out file://", "URL"),
+        (
+            f"data:image/png;base64,{INLINE}",
+            r"^data:image/png;base64,iVB.*\.\.\. \(\d+ characters\): data is",
+            "inline data",
+        ),
+        ("data:,x", "^data:,x: data is not read from a manifest; save it as a file", "inline data"),
+        ("/9j/" + "4AAQSkZJRgABAQEAYABgAAD/" * 20, r"\.\.\. \(\d+ characters\): .*; save it as a file", "inline data"),
+        (INLINE, r"cannot be opened: File name too long; data is not read from a manifest; save", "cannot be opened"),
+        ("pictures", r"pictures: is a folder; list the \w+ files in it instead", "folder"),
+        ("none.png", "none.png: file is missing$", "missing file"),
+        ("pictures/a.png/b.png", "b.png: file is missing$", "missing file"),
+        ("/dev/null", "/dev/null: is no file, but a device, a pipe or a socket", "no file"),
+    ],
+)
+def test_names_that_are_no_files_say_what_to_do(tmp_path: Path, name: str, message: str, kind: str) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").touch()
+    for processor in (ImageProcessor(), AudioProcessor()):
+        with pytest.raises(DataError, match=message) as caught:
+            processor.measure(tmp_path / name)
+        assert caught.value.kind == kind and len(str(caught.value)) < 300
+        assert pickle.loads(pickle.dumps(caught.value)).kind == kind  # on its way from a worker
+
+
+@pytest.mark.parametrize(
+    ("head", "audio", "message"),
+    [
+        (b"", False, "it is empty; write it anew"),
+        (b"\n<!DOCTYPE html><html>", False, "it is a web page, saved in the place of the file; download it anew"),
+        (b'<?xml version="1.0"?><svg/>', False, r"it is a drawing of lines \(SVG\) or other XML; save it as PNG"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\n",
+            True,
+            "it is a pointer of Git LFS; fetch the file by git lfs",
+        ),
+        (b"\0\0\0\x20ftypheic", False, "it is HEIC, which Pillow reads only with pillow-heif: pip install pillow-heif"),
+        (b"\0\0\0\x20ftypM4A ", True, r"it is MP4 \(m4a, mp4, mov, 3gp\), which libsndfile does not read; convert it"),
+        (
+            b"\x1aE\xdf\xa3",
+            True,
+            "it is WebM or Matroska, which libsndfile does not read; convert it, such as by ffmpeg",
+        ),
+        (b"0&\xb2u\x8ef\xcf\x11", True, "it is Windows Media .*; convert it"),
+        (b"\xff\xf1\x50\x80", True, "it is AAC, .*; convert it"),
+        (
+            b"anything",
+            True,
+            r"\(truncated or damaged\?\): libsndfile, which reads recordings, knows no such format; convert",
+        ),
+        (b"anything", False, r"\(truncated or damaged\?\): cannot identify image file"),
+    ],
+)
+def test_files_of_other_kinds_say_what_they_are(tmp_path: Path, head: bytes, audio: bool, message: str) -> None:
+    path = tmp_path / ("a.wav" if audio else "a.png")
+    path.write_bytes(head + bytes(300) * bool(head))
+    with pytest.raises(DataError, match=rf"{path}: not a readable (image|audio) file.*{message}"):
+        (AudioProcessor() if audio else ImageProcessor()).measure(path)
+
+
+def test_what_pillow_takes_for_an_attack_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = PngImagePlugin.PngInfo()
+    text.add_itxt("XML:com.adobe.xmp", "x" * (PngImagePlugin.MAX_TEXT_CHUNK + 1), zip=True)
+    Image.new("RGB", (16, 16)).save(tmp_path / "a.png", pnginfo=text)
+    with pytest.raises(
+        DataError, match="its metadata, not its pixels, is more than .*MAX_TEXT_CHUNK; save .* raise PIL"
+    ):
+        ImageProcessor().check(tmp_path / "a.png")
+    picture(tmp_path / "b.png", 64, 64)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(
+        DataError, match=r"b\.png: more pixels than Pillow reads: .*4096 pixels.* raise PIL.Image.MAX_IM"
+    ):
+        ImageProcessor().measure(tmp_path / "b.png")
+
+
+@pytest.mark.parametrize(("rate", "more"), [(16000, 1), (22050, 294), (44100, 1)])
+def test_a_clip_that_is_a_sample_too_long_says_so(tmp_path: Path, rate: int, more: int) -> None:
+    path, processor = sound(tmp_path / "a.wav", 30 * rate, rate), AudioProcessor()
+    assert processor.measure(path) == ((3000,), 1500)
+    path = sound(tmp_path / "a.wav", 30 * rate + more, rate)
+    with pytest.raises(
+        DataError, match=rf"30\.0[0-9]+ s of .*: {30 * rate + more} samples at {rate} Hz, {more} too many"
+    ):
+        processor.measure(path)
+
+
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
 def test_truncated_image(tmp_path: Path, suffix: str) -> None:
     path = picture(tmp_path / f"a.{suffix}", 64, 64)
@@ -390,7 +486,7 @@ def test_an_mp3_without_a_header_is_as_long_as_what_can_be_read(tmp_path: Path, 
         assert 300 <= frames <= 330  # the encoder's own silence is no longer cut off
         assert processor.load(path, (frames,)).shape == (frames, 20)
         processor.check(path)
-    with pytest.raises(DataError, match=r"more than max_seconds=3: \d+ samples at 16000 Hz, of which 48000 may be;"):
+    with pytest.raises(DataError, match=r"more than max_seconds=3: \d+ samples at 16000 Hz, \d+ too many;"):
         AudioProcessor(max_seconds=3).measure(path)
 
 
