@@ -29,7 +29,7 @@ from tqdm import tqdm
 from hetero_strategy import ragged
 from hetero_strategy.data.dataset_index import DatasetIndex as DatasetIndex
 from hetero_strategy.data.dataset_index import load_index
-from hetero_strategy.data.faults import counts, in_words, list_path, most_skipped, write_list
+from hetero_strategy.data.faults import check_skipped, counts, list_path, write_list
 from hetero_strategy.data.manifest import Faults, PathLike, Sample, manifest_paths, parse_manifests
 from hetero_strategy.data.media import Media, TargetProcessor, of_items, too_long
 from hetero_strategy.data.media_file import shortened
@@ -136,13 +136,13 @@ def build_index(
         listed = write_list(target, paths, faults.messages)
         if not skip or not kept:
             faults.check(listed)
-        _check_skipped(paths, kept, skipped, max_skipped, listed)
+        check_skipped(paths, kept, skipped, max_skipped, listed)
         widths = [len(processor.size_names) for processor in processors.values()]
         header: dict[str, Any] = {"settings": skipping if skipped else settings, "samples": kept}
         header |= {"modules": list(processors), "widths": widths, "left_out": faults.left_out, "skipped": skipped}
         _write(target, arrays, header | {"largest_id": int(arrays["ids"].max(initial=-1))})
     index = load_index(target, folder)
-    _check_skipped(paths, len(index), index.skipped, max_skipped, f"all are listed in {list_path(target)}")
+    check_skipped(paths, len(index), index.skipped, max_skipped, f"all are listed in {list_path(target)}")
     return index
 
 
@@ -158,18 +158,6 @@ def _takes_all(folder: Path, media_folder: Path, most_rows: Mapping[str, int]) -
     tokens = np.diff(index.offsets)
     rows = {module: index.items[module].inner_rows if module in index.items else tokens for module in most_rows}
     return not index.measured or all(rows[module].max(initial=0) <= most for module, most in most_rows.items())
-
-
-def _check_skipped(
-    manifests: Sequence[Path], kept: int, skipped: Mapping[str, int], max_skipped: int | None, listed: str
-) -> None:
-    """Refuse to leave out more samples than a person wants to lose."""
-    count = sum(skipped.values())
-    if count > (most := most_skipped(max_skipped, kept + count)):
-        raise DataError(
-            f"{', '.join(map(str, manifests))}: {count} of {kept + count} samples are faulty, more than max_skipped="
-            f"{most}: {in_words(skipped)}; {listed}; mend them, or raise max_skipped to leave them out"
-        )
 
 
 def _folders(manifests: Sequence[Path], media_folder: str | Path | None) -> tuple[Path, list[str] | None]:

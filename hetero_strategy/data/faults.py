@@ -10,8 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from hetero_strategy.errors import DataError
 
-class Fault(NamedTuple):
+
+class FaultySample(NamedTuple):
     """What is wrong with one sample."""
 
     position: tuple[int, int]
@@ -30,7 +32,7 @@ def most_skipped(given: int | None, samples: int) -> int:
     return max(10, samples // 100) if given is None else given
 
 
-def counts(faults: Sequence[Fault]) -> dict[str, int]:
+def counts(faults: Sequence[FaultySample]) -> dict[str, int]:
     """Count faulty samples by kind, the most frequent first; a sample of several faults counts by its first."""
     first: dict[tuple[int, int], str] = {}
     for fault in faults:
@@ -48,7 +50,7 @@ def list_path(index: Path) -> Path:
     return index.with_name(f"{index.name}.faults.jsonl")
 
 
-def write_list(index: Path, manifests: Sequence[Path], faults: Sequence[Fault]) -> str:
+def write_list(index: Path, manifests: Sequence[Path], faults: Sequence[FaultySample]) -> str:
     """Write a line of JSON for each fault, in the order of the manifests; return in words where they are.
 
     Without faults an older list is removed.
@@ -74,3 +76,24 @@ def write_list(index: Path, manifests: Sequence[Path], faults: Sequence[Fault]) 
             written.unlink(missing_ok=True)
         return f"their list {path} cannot be written ({error.strerror or error})"
     return f"all are listed in {path}"
+
+
+def check_skipped(
+    manifests: Sequence[Path], kept: int, skipped: Mapping[str, int], max_skipped: int | None, listed: str
+) -> None:
+    """Refuse to leave out more samples than a person wants to lose.
+
+    Args:
+        kept: samples that are left.
+        skipped: kind -> samples that are left out.
+        listed: where these are listed, in words.
+
+    Raises:
+        DataError: with counts by kind.
+    """
+    count = sum(skipped.values())
+    if count > (most := most_skipped(max_skipped, kept + count)):
+        raise DataError(
+            f"{', '.join(map(str, manifests))}: {count} of {kept + count} samples are faulty, more than max_skipped="
+            f"{most}: {in_words(skipped)}; {listed}; mend them, or raise max_skipped to leave them out"
+        )

@@ -22,7 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hetero_strategy.data.faults import Fault
+from hetero_strategy.data.faults import FaultySample
 from hetero_strategy.errors import ConfigError, DataError
 
 ROLES = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt", "system": "system"}
@@ -71,13 +71,13 @@ class Faults:
     """Faults of the manifests of a data set, collected to be reported in one error."""
 
     manifests: Sequence[Path]
-    messages: list[Fault] = field(default_factory=list)
+    messages: list[FaultySample] = field(default_factory=list)
     left_out: int = 0
     """Number of samples left out because they hold media that the caller excludes."""
 
     def add(self, position: tuple[int, int], message: str, **more: Any) -> None:
-        """Note one fault of the sample at a position; ``more``: other fields of a :class:`Fault`."""
-        self.messages.append(Fault(position, message, **more))
+        """Note one fault of the sample at a position; ``more``: other fields of a :class:`FaultySample`."""
+        self.messages.append(FaultySample(position, message, **more))
 
     def check(self, listed: str = "") -> None:
         """Raise one DataError with the first faults in the order of the manifests, if there are any.

@@ -18,18 +18,13 @@ import torch
 from PIL import Image
 
 from hetero_strategy.data.media_file import length_of, reading, waveform_of
+from hetero_strategy.data.picture import UPRIGHT, narrow_range, on_white, open_picture, orientation, stored_as
 from hetero_strategy.errors import ConfigError, DataError, is_whole, require
 from hetero_strategy.model.inputs import EncoderInputs, Packing
 
 Sizes = tuple[int, ...]
-SCALED = ("PNG", "PPM")
-"""Formats of which Pillow's mode I has 16 bits."""
-UPRIGHT = dict(enumerate(map(Image.Transpose, (0, 3, 1, 5, 4, 6, 2)), 2))
-"""Orientation in EXIF -> what turns the image upright, as `ImageOps.exif_transpose` does."""
 FILTERS = {int(one): one.name for one in Image.Resampling}
 """Number of a filter, as Hugging Face's files say it -> Pillow's name."""
-FEW = 4096
-"""A 16-bit picture of fewer grey values than so many between its darkest and its brightest shows next to nothing."""
 
 
 class Media(Protocol):
@@ -207,7 +202,7 @@ class ImageProcessor(_FromFields):
         return ("grid_h", "grid_w")
 
     def measure(self, path: str | Path) -> tuple[Sizes, int]:
-        with _opened(path) as image:
+        with open_picture(path) as image:
             grid = self._grid(image)
         return grid, grid[0] * grid[1] // self.merge**2
 
@@ -216,13 +211,13 @@ class ImageProcessor(_FromFields):
         with reading(path, "image", Image.open) as image:
             reading(path, "image", lambda _: image.verify())  # checksums; load() forgives a PNG without its end
         with reading(path, "image", Image.open) as image:
-            stored = _stored(image)
+            stored = stored_as(image)
             reading(path, "image", lambda _: image.load())
-            return _narrow(image) if image.mode.startswith("I") or ";16" in stored else None
+            return narrow_range(image) if image.mode.startswith("I") or ";16" in stored else None
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
         """Patches of the resized image, uint8."""
-        with _opened(path) as image:
+        with open_picture(path) as image:
             grid = self._grid(image)
             _same(path, self.size_names, grid, sizes)
             pixels = reading(path, "image", lambda _: self._pixels(image, grid))
@@ -241,7 +236,7 @@ class ImageProcessor(_FromFields):
 
     def _grid(self, image: Image.Image) -> tuple[int, int]:
         width, height = image.size
-        if _orientation(image) >= 5:  # the camera was held sideways
+        if orientation(image) >= 5:  # the camera was held sideways
             width, height = height, width
         unit, most = self.patch_size * self.merge, self.max_patches // self.merge**2
         h, w = max(1, round(height / unit)), max(1, round(width / unit))
@@ -253,11 +248,11 @@ class ImageProcessor(_FromFields):
 
     def _pixels(self, image: Image.Image, grid: tuple[int, int]) -> np.ndarray:
         """Pixels of the image resized to its grid, uint8 ``[height, width, channels]``."""
-        opened, stored = image.size, _stored(image)
+        opened, stored = image.size, stored_as(image)
         image.load()
         if image.format == "TIFF" and image.size != opened:  # Pillow turns it, and may have garbled it
             raise ValueError(f"{image.size} pixels, of which its header says {opened}; save it upright")
-        if (turned := _orientation(image)) in UPRIGHT:
+        if (turned := orientation(image)) in UPRIGHT:
             image = image.transpose(UPRIGHT[turned])
         if image.mode.startswith("I"):  # 16 bit, or 12 in a TIFF: convert() would clip instead of scaling
             tags = getattr(image, "tag_v2", {258: (16,), 262: 1})  # bits, and 0 where 0 is white
@@ -265,7 +260,7 @@ class ImageProcessor(_FromFields):
             grey = (values >> tags[258][0] - 8).clip(0, 255).astype(np.uint8)
             grey = grey if tags.get(262, 0) else 255 - grey
             image = Image.fromarray(np.where(values == image.info.get("transparency"), np.uint8(255), grey))
-        image = _on_white(image, stored).convert("RGB" if self.channels == 3 else "L")
+        image = on_white(image, stored).convert("RGB" if self.channels == 3 else "L")
         size = (grid[1] * self.patch_size, grid[0] * self.patch_size)
         if image.size != size:
             image = image.resize(size, Image.Resampling(self.resample))
@@ -378,65 +373,6 @@ def _mel_filters(sampling_rate: int, n_mels: int, n_fft: int) -> np.ndarray:
     return np.asarray(
         mel_filter_bank(n_fft // 2 + 1, n_mels, 0.0, top, sampling_rate, norm="slaney", mel_scale="slaney"), np.float64
     )
-
-
-def _opened(path: str | Path) -> Image.Image:
-    """Raises DataError, also where nobody knows which of its numbers are black and white."""
-    image = reading(path, "image", Image.open)
-    if image.format == "TIFF":  # else Pillow maps its pixels into memory, in the wrong shape where it is turned
-        image.filename = ""
-    if image.mode == "F" or (image.mode == "I" and image.format not in SCALED):
-        image.close()
-        raise DataError(
-            f"{path}: its pixels are 32-bit numbers (Pillow's mode {image.mode}), of no known range; scale them and"
-            " save 8 or 16 bits per channel",
-            "32-bit pixels",
-        )
-    return image
-
-
-def _stored(image: Image.Image) -> str:
-    """How an image's file holds its pixels, in Pillow's words, such as L;2 or RGB;16B; known until they are decoded."""
-    tiles = getattr(image, "tile", None)  # none of what a plugin decodes at once
-    args = tiles[0].args if tiles else ""
-    return str(args[0] if isinstance(args, tuple) else args)
-
-
-def _on_white(image: Image.Image, stored: str) -> Image.Image:
-    """The decoded image before white, where any of it is transparent."""
-    if not image.has_transparency_data:
-        return image
-    colour = image.info.get("transparency")  # of a PNG as in its file, where pixels are of 8 bits now
-    if isinstance(colour, int) and image.mode == "L":
-        image.info["transparency"] = colour * {"L;2": 85, "L;4": 17}.get(stored, 1)
-    elif isinstance(colour, tuple) and ";16" in stored:
-        image.info["transparency"] = tuple(channel >> 8 for channel in colour)
-    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-
-
-def _narrow(image: Image.Image) -> str | None:
-    """What to say of a decoded 16-bit image that uses a small part of its range."""
-    scale = 1 if image.mode.startswith("I") else 256  # of 16 bits a channel Pillow keeps the upper 8
-    ends = np.array(image.getextrema(), np.int64).reshape(-1, 2)
-    seen = ends[[band != "A" for band in image.getbands()]]
-    low, high = int(seen.min()) * scale, int(seen.max()) * scale
-    if not 0 < high - low < FEW or getattr(image, "tag_v2", {}).get(258, (16,))[0] < 16:
-        return None
-    return (
-        f"its pixels are {low} to {high} of 0 to 65535, next to {'black' if high < FEW else 'one colour'} for a model;"
-        " scale them to the whole range, or save them with 8 bits"
-    )
-
-
-def _orientation(image: Image.Image) -> int:
-    """How the camera was held, of formats that say so once opened. 1, upright, also where their EXIF is damaged."""
-    try:
-        # Not image.getexif(): where a PNG has said nothing yet, that decodes it.
-        exif = Image.Image.getexif(image) if image.format in ("JPEG", "MPO", "WEBP", "AVIF", "PNG") else {}
-        turned = exif.get(0x0112, 1)
-    except Exception:  # SyntaxError, struct.error, ...
-        return 1
-    return turned if isinstance(turned, int) and turned in UPRIGHT else 1
 
 
 def _same(path: str | Path, names: Sequence[str], sizes: Sizes, expected: Sizes | None) -> None:

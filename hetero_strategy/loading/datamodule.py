@@ -25,7 +25,7 @@ from hetero_strategy.loading.ahead import Ahead
 from hetero_strategy.loading.context import TrainingContext, finish_epoch
 from hetero_strategy.loading.dispatch import Dispatch
 from hetero_strategy.loading.item_reader import OnError
-from hetero_strategy.loading.limits import Limits, check_limits, item_limits, say_left_out
+from hetero_strategy.loading.limits import Limits, check_limits, item_limits, most_rows, say_left_out
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.metadata import step_metadata, with_own_units
 from hetero_strategy.loading.options import Engine, Payload, check_data_options, check_fields, check_microbatch_rows
@@ -79,10 +79,9 @@ class MultimodalDataModule(L.LightningDataModule):
         num_workers, prefetch_factor, pin_memory: processes that make steps beside training, how many steps each is
             ahead, and page-locked memory (default: on CUDA); see `StepLoader`.
         engine: ``local``: workers are processes of this machine; ``ray``: actors on any machine of a Ray cluster.
-        on_error: what an unreadable file or a dead worker does: ``stop`` the run, or ``skip``: samples are counted and
-            named, workers replaced. Faulty samples of any kind are left out when the data set is indexed, too.
-        max_skipped: samples that may be left out of a data set when it is indexed, and again of each epoch; default:
-            1%, at least 10.
+        on_error: what a faulty sample, found while indexing or training, or a dead worker does: ``stop`` the run, or
+            ``skip``: samples are counted and named, workers replaced.
+        max_skipped: samples that may be left out of an index, and again of an epoch; default: 1%, at least 10.
         leave_out: media fields; their samples are left out (``indices[split].left_out``), else refused where unread.
         media_folder: what media paths are relative to; default: each manifest's folder.
         cache_folder: where indices lie; default: ``.hetero_index`` beside a split's (first) manifest.
@@ -280,7 +279,7 @@ class MultimodalDataModule(L.LightningDataModule):
                 leave_out=self.leave_out,
                 skip=self.on_error == "skip",
                 max_skipped=self.max_skipped,
-                most_rows=self._most_rows(),
+                most_rows=most_rows(self._limits, self._item_limits, self.processors),
                 progress=progress,
                 **self._index_options,
             )
@@ -291,11 +290,6 @@ class MultimodalDataModule(L.LightningDataModule):
             self.indices[split] = index
             say_left_out(index, split, self.leave_out)
         return self.indices.get(split)
-
-    def _most_rows(self) -> dict[str, int]:
-        """Most rows that a module can take of a sample or of an item, where it says so."""
-        samples = {name: limits.max_length for name, limits in self._limits.items() if limits.max_length is not None}
-        return samples | {name: one.rows for name, one in self._item_limits.items() if name in self.processors}
 
     def _loader(self, split: Split) -> StepLoader:
         index = self._index(split)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +46,18 @@ def item_limits(modules: Mapping[str, Adapter]) -> dict[str, ItemLimit]:
         for name, module in modules.items()
         if module.max_item_rows is not None
     }
+
+
+def most_rows(models: Mapping[str, Limits], items: Mapping[str, ItemLimit], read: Collection[str]) -> dict[str, int]:
+    """Most rows that a module can take of a sample or of an item, where it says so.
+
+    Args:
+        models: of language models.
+        items: of other modules.
+        read: modules that read files.
+    """
+    samples = {name: limits.max_length for name, limits in models.items() if limits.max_length is not None}
+    return samples | {name: limit.rows for name, limit in items.items() if name in read}
 
 
 def check_limits(

@@ -13,8 +13,9 @@ import soundfile
 import torch
 from PIL import Image, ImageOps, PngImagePlugin, TiffImagePlugin, features
 
-from hetero_strategy.data.media import AudioProcessor, ImageProcessor, TargetProcessor, _on_white
+from hetero_strategy.data.media import AudioProcessor, ImageProcessor, TargetProcessor
 from hetero_strategy.data.media_file import _streamed, reading
+from hetero_strategy.data.picture import on_white
 from hetero_strategy.data.targets import ImageTarget
 from hetero_strategy.errors import ConfigError, DataError
 
@@ -116,7 +117,7 @@ def png(path: Path, bits: int, kind: int, row: bytes, width: int, transparent: b
     return path
 
 
-def test_what_is_transparent_stands_on_white(tmp_path: Path) -> None:
+def test_what_is_transparent_standson_white(tmp_path: Path) -> None:
     """As transformers has it; the colour below is black, at half alpha what is seen is grey."""
     from transformers.image_transforms import convert_to_rgb
 
@@ -148,7 +149,7 @@ def test_what_is_transparent_stands_on_white(tmp_path: Path) -> None:
         grey = ImageProcessor(patch_size=1, channels=1).load(path).reshape(2, 4)
         assert (grey == np.asarray(Image.fromarray(expected).convert("L"))).all(), name
     both = whole.convert("LA").convert("PA")  # which Pillow reads of some TIFFs, and writes to none
-    assert (np.asarray(_on_white(both, "").convert("RGB")) == convert_to_rgb(both, return_numpy=True)).all()
+    assert (np.asarray(on_white(both, "").convert("RGB")) == convert_to_rgb(both, return_numpy=True)).all()
 
 
 @pytest.mark.parametrize(
@@ -357,7 +358,7 @@ def test_what_pillow_takes_for_an_attack_is_named(tmp_path: Path, monkeypatch: p
     text.add_itxt("XML:com.adobe.xmp", "x" * (PngImagePlugin.MAX_TEXT_CHUNK + 1), zip=True)
     Image.new("RGB", (16, 16)).save(tmp_path / "a.png", pnginfo=text)
     with pytest.raises(
-        DataError, match="its metadata, not its pixels, is more than .*MAX_TEXT_CHUNK; save .* raise PIL"
+        DataError, match=r"its metadata, not its pixels, is more than .*MAX_TEXT_CHUNK; save .* raise PIL"
     ):
         ImageProcessor().check(tmp_path / "a.png")
     picture(tmp_path / "b.png", 64, 64)
