@@ -24,7 +24,16 @@ class LayoutError(HeteroError):
 
 
 class DataError(HeteroError):
-    """A manifest, a media file or a batch is not what it should be."""
+    """A manifest, a media file or a batch is not what it should be.
+
+    Args:
+        message: names the file.
+        kind: a few words by which such faults are counted.
+    """
+
+    def __init__(self, message: str = "", kind: str = "other") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class ModelError(HeteroError):

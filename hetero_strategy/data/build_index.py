@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,12 +29,14 @@ from tqdm import tqdm
 from hetero_strategy import ragged
 from hetero_strategy.data.dataset_index import DatasetIndex as DatasetIndex
 from hetero_strategy.data.dataset_index import load_index
+from hetero_strategy.data.faults import check_skipped, counts, list_path, write_list
 from hetero_strategy.data.manifest import Faults, PathLike, Sample, manifest_paths, parse_manifests
-from hetero_strategy.data.media import Media, TargetProcessor
+from hetero_strategy.data.media import Media, TargetProcessor, of_items, too_long
+from hetero_strategy.data.media_file import shortened
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
 
-VERSION = 8
+VERSION = 9
 """Raised whenever ids, masks, the arrays or a processor's rows change meaning."""
 
 DECODE_LIMIT = 20_000
@@ -59,6 +62,9 @@ def build_index(
     answers: bool = True,
     measure: bool = True,
     leave_out: Sequence[str] = (),
+    skip: bool = False,
+    max_skipped: int | None = None,
+    most_rows: Mapping[str, int] | None = None,
     progress: bool = True,
 ) -> DatasetIndex:
     """Load the stored index of a data set, or build it if something has changed.
@@ -77,9 +83,16 @@ def build_index(
         answers: whether every sample must have a non-empty answer.
         measure: if False, no media file is opened; sizes and faults of files show only when items are decoded.
         leave_out: media fields; samples that hold one are left out, and counted in the index.
+        skip: leave faulty samples out, too. The index counts them by kind, and goes on leaving them out until it is
+            deleted. An index without faults is the same with and without it.
+        max_skipped: with ``skip``, more faulty samples are refused; None: 1%, at least 10.
+        most_rows: with ``skip``, module -> most rows that it can take of a sample (language models) or inside it of an
+            item; longer samples are faults.
+
+    Faults are listed in a file beside the index, `list_path` of its folder, one a line.
 
     Raises:
-        DataError: the data set has faults, of which the error names the first ten.
+        DataError: the data set has faults, of which the error names the first ten, or too many to skip.
         ConfigError: two processors read the same field, or the tokenizer has no token for what is to be drawn.
     """
     paths = manifest_paths("manifests", manifests)
@@ -98,10 +111,17 @@ def build_index(
         **({"leave_out": sorted(leave_out)} if leave_out else {}),
         **({"folders": folders} if folders else {}),
     }
-    key = _key(settings, *paths, tokenizer.path)
     caches = Path(cache_folder) if cache_folder is not None else paths[0].parent / ".hetero_index"
-    target = caches.absolute() / f"{paths[0].stem}-{key}"  # a Ray actor has another working directory
-    if not (target / "header.json").is_file():
+
+    def stored(settings: Mapping[str, Any]) -> Path:
+        key = _key(settings, *paths, tokenizer.path)
+        return caches.absolute() / f"{paths[0].stem}-{key}"  # a Ray actor has another working directory
+
+    whole = target = stored(settings)
+    skipping = settings | {"skip": True, "most_rows": dict(most_rows or {})}
+    if skip and (_there(stored(skipping)) or not _takes_all(whole, folder, most_rows or {})):
+        target = stored(skipping)
+    if not _there(target):
         faults = Faults(paths)
         drawn = [p.field for p in processors.values() if isinstance(p, TargetProcessor)]
         for field in drawn:
@@ -109,13 +129,35 @@ def build_index(
         fields = [processor.field for processor in processors.values()]
         samples = parse_manifests(faults, fields, answers, folders=folders, drawn=drawn, leave_out=leave_out)
         measured = _measure(samples, processors, folder, verify, faults, progress) if measure else None
-        arrays = _arrays(samples, tokenizer, processors, measured, max_tokens, faults, progress)
-        faults.check()
+        most = most_rows if skip else None
+        arrays = _arrays(samples, tokenizer, processors, measured, max_tokens, faults, progress, most)
+        kept, skipped = len(arrays["labels"]), counts(faults.messages)
+        target = target if skipped else whole  # without faults an index serves both
+        listed = write_list(target, paths, faults.messages)
+        if not skip or not kept:
+            faults.check(listed)
+        check_skipped(paths, kept, skipped, max_skipped, listed)
         widths = [len(processor.size_names) for processor in processors.values()]
-        header = {"settings": settings, "samples": len(samples), "modules": list(processors), "widths": widths}
-        largest = int(arrays["ids"].max(initial=-1))
-        _write(target, arrays, header | {"left_out": faults.left_out, "largest_id": largest})
-    return load_index(target, folder)
+        header: dict[str, Any] = {"settings": skipping if skipped else settings, "samples": kept}
+        header |= {"modules": list(processors), "widths": widths, "left_out": faults.left_out, "skipped": skipped}
+        _write(target, arrays, header | {"largest_id": int(arrays["ids"].max(initial=-1))})
+    index = load_index(target, folder)
+    check_skipped(paths, len(index), index.skipped, max_skipped, f"all are listed in {list_path(target)}")
+    return index
+
+
+def _there(folder: Path) -> bool:
+    return (folder / "header.json").is_file()
+
+
+def _takes_all(folder: Path, media_folder: Path, most_rows: Mapping[str, int]) -> bool:
+    """Whether there is an index without faults whose samples and items all modules can take."""
+    if not _there(folder):
+        return False
+    index = load_index(folder, media_folder)
+    tokens = np.diff(index.offsets)
+    rows = {module: index.items[module].inner_rows if module in index.items else tokens for module in most_rows}
+    return not index.measured or all(rows[module].max(initial=0) <= most for module, most in most_rows.items())
 
 
 def _folders(manifests: Sequence[Path], media_folder: str | Path | None) -> tuple[Path, list[str] | None]:
@@ -166,30 +208,37 @@ def _measure(
     by_field = {processor.field: processor for processor in processors.values()}
     decode = verify == "decode" or (verify == "auto" and len(distinct) <= DECODE_LIMIT)
 
-    def read(file: tuple[str, str]) -> tuple[tuple[int, ...], int] | str:
+    odd: list[str] = []
+
+    def read(file: tuple[str, str]) -> tuple[tuple[int, ...], int] | Exception:
         field, name = file
         try:
             size = by_field[field].measure(folder / name)
-            if decode:
-                by_field[field].check(folder / name)
+            if decode and isinstance(said := by_field[field].check(folder / name), str):
+                odd.append(f"{folder / name}: {said}")
             return size
         except (DataError, OSError) as error:
-            return str(error)
+            return error
 
-    measured, unread = {}, dict[tuple[str, str], str]()
+    measured, unread = {}, dict[tuple[str, str], Exception]()
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         rest = iter(distinct)
         while files := list(islice(rest, CHUNK * 16)):  # bounded, as ``map`` would queue a future per file at once
             label = "check media" if decode else "measure media"
             for file, result in zip(files, _bar(pool.map(read, files), label, len(files), progress), strict=True):
-                if isinstance(result, str):
+                if isinstance(result, Exception):
                     unread[file] = result
                 else:
                     measured[file] = result
+    if odd:
+        more = f" (and {len(odd) - 1} more files like it)" if len(odd) > 1 else ""
+        warnings.warn(f"{min(odd)}{more}", stacklevel=2)
     for sample in samples if unread else ():
         for file in dict.fromkeys((f, name) for f, names in sample.items.items() for name in names):
-            if file in unread:
-                faults.add(sample.position, f"sample '{sample.id}': {unread[file]}")
+            if (error := unread.get(file)) is not None:
+                kind = error.kind if isinstance(error, DataError) else "cannot be opened"
+                text = f"sample '{sample.id}': {error}"
+                faults.add(sample.position, text, sample=sample.id, kind=kind, file=shortened(file[1]))
     return measured
 
 
@@ -201,7 +250,9 @@ def _arrays(
     max_tokens: int | None,
     faults: Faults,
     progress: bool,
+    most_rows: Mapping[str, int] | None = None,
 ) -> dict[str, np.ndarray]:
+    kept: list[Sample] = []
     if measured is not None:
         samples = [s for s in samples if all((f, name) in measured for f, names in s.items.items() for name in names)]
     ids, loss = bytearray(), bytearray()  # which grow in place: of all tokens there is never a second copy
@@ -216,14 +267,19 @@ def _arrays(
         refused: dict[int, str] = {}
         encodings = tokenizer.encode_batch([s.turns for s in batch], rows, refused.__setitem__)
         for number, (sample, encoded) in enumerate(zip(batch, encodings, strict=True)):
-            count, of_sample = len(encoded.ids), f"sample '{sample.id}'"
+            count, kind, fault = len(encoded.ids), "too long", ""
             if max_tokens is not None and count > max_tokens:
-                fix = "shorten it or raise max_tokens"
-                faults.add(sample.position, f"{of_sample}: {count} tokens, more than max_tokens={max_tokens}; {fix}")
-            if number in refused:
-                faults.add(sample.position, f"{of_sample}: {refused[number]}")
+                fault = too_long(count, of_items(processors, rows[number]), max_tokens)
+            elif number in refused:
+                kind, fault = "chat template", refused[number]
             elif not count:
-                faults.add(sample.position, f"{of_sample}: the conversation has no tokens; give it some text")
+                kind, fault = "no tokens", "the conversation has no tokens; give it some text"
+            elif most_rows:
+                fault = _beyond(sample, count, processors, measured, most_rows)
+            if fault:
+                faults.add(sample.position, f"sample '{sample.id}': {fault}", sample=sample.id, kind=kind)
+                continue
+            kept.append(sample)
             ids += np.ascontiguousarray(encoded.ids, np.int32).data
             loss += np.ascontiguousarray(encoded.loss, bool).data
             lengths.append(count)
@@ -231,6 +287,7 @@ def _arrays(
             for name, processor in processors.items():
                 if processor.field in encoded.starts:
                     starts[name].append(encoded.starts[processor.field])
+    samples = kept
     arrays = {
         "ids": np.frombuffer(ids, np.int32),
         "loss": np.frombuffer(loss, bool),
@@ -259,6 +316,28 @@ def _arrays(
                 columns["targets"] = processor.target_elements(sizes)
         arrays |= {f"items{number}.{column}": values for column, values in columns.items()}
     return arrays
+
+
+def _beyond(
+    sample: Sample,
+    tokens: int,
+    processors: Mapping[str, Media],
+    measured: Measured | None,
+    most_rows: Mapping[str, int],
+) -> str:
+    """What a module cannot take of a sample; empty: it takes all."""
+    for module, most in most_rows.items():
+        if module not in processors:
+            found = tokens
+        elif measured is None:  # known when they are decoded
+            continue
+        else:
+            processor = processors[module]
+            sizes = [measured[processor.field, name][0] for name in sample.items.get(processor.field, ())]
+            found = int(processor.inner_rows(np.array(sizes, np.int64)).max()) if sizes else 0
+        if found > most:
+            return f"{found} rows, more than the {most} that '{module}' can take; shorten it"
+    return ""
 
 
 def _write(target: Path, arrays: Mapping[str, np.ndarray], header: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +82,8 @@ class DatasetIndex:
     """Longer samples are faults, found when the index is built or, if it is not measured, when a sample is decoded."""
     left_out: int = 0
     """Number of samples of the manifests that were left out because of the media they hold."""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Kind of fault -> number of samples that were left out because of it, with ``on_error="skip"``."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -157,4 +159,5 @@ def load_index(folder: Path, media_folder: Path) -> DatasetIndex:
         measured=measured,
         max_tokens=header["settings"]["max_tokens"],
         left_out=header.get("left_out", 0),
+        skipped=header.get("skipped", {}),
     )

@@ -22,6 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from hetero_strategy.data.faults import FaultySample
 from hetero_strategy.errors import ConfigError, DataError
 
 ROLES = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt", "system": "system"}
@@ -70,27 +71,32 @@ class Faults:
     """Faults of the manifests of a data set, collected to be reported in one error."""
 
     manifests: Sequence[Path]
-    messages: list[tuple[tuple[int, int], str]] = field(default_factory=list)
-    """Position of a sample, and what is wrong with it."""
+    messages: list[FaultySample] = field(default_factory=list)
     left_out: int = 0
     """Number of samples left out because they hold media that the caller excludes."""
 
-    def add(self, position: tuple[int, int], message: str) -> None:
-        """Note one fault of the sample at a position."""
-        self.messages.append((position, message))
+    def add(self, position: tuple[int, int], message: str, **more: Any) -> None:
+        """Note one fault of the sample at a position; ``more``: other fields of a :class:`FaultySample`."""
+        self.messages.append(FaultySample(position, message, **more))
 
-    def check(self) -> None:
-        """Raise one DataError with the first faults in the order of the manifests, if there are any."""
+    def check(self, listed: str = "") -> None:
+        """Raise one DataError with the first faults in the order of the manifests, if there are any.
+
+        Args:
+            listed: where all of them are listed, in words.
+        """
         if not self.messages:
             return
         count = len(self.messages)
-        several = len({manifest for (manifest, _), _ in self.messages}) > 1
-        first = sorted(self.messages, key=lambda fault: fault[0])[:SHOWN]
-        lines = [f"{self.manifests[m]}: {message}" if several else message for (m, _), message in first]
+        several = len({fault.position[0] for fault in self.messages}) > 1
+        first = sorted(self.messages, key=lambda fault: fault.position)[:SHOWN]
+        lines = [f"{self.manifests[f.position[0]]}: {f.message}" if several else f.message for f in first]
         if count > SHOWN:
             lines.append(f"... and {count - SHOWN} more")
+        if listed:
+            lines.append(listed)
         text = "\n  ".join([f"{count} fault{'s' * (count > 1)}; fix or remove these samples:", *lines])
-        where = "several manifests" if several else self.manifests[first[0][0][0]]
+        where = "several manifests" if several else self.manifests[first[0].position[0]]
         raise DataError(f"{where}: {text}")
 
 
@@ -175,7 +181,7 @@ def _parse(
             half = ascii(error.object[error.start])
             problems.append(f"holds half a character, the lone surrogate {half}; write the manifest as UTF-8 anew")
         for problem in problems:
-            faults.add(position, f"sample '{name}': {problem}")
+            faults.add(position, f"sample '{name}': {problem}", sample=name)
         if not problems:
             yield Sample(position, name, turns, {f: tuple(os.path.join(folder, n) for n in items[f]) for f in items})
 

@@ -6,7 +6,7 @@ before anything is decoded; ``load`` then gives exactly these rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import ceil, gcd, sqrt
@@ -18,14 +18,13 @@ import torch
 from PIL import Image
 
 from hetero_strategy.data.media_file import length_of, reading, waveform_of
+from hetero_strategy.data.picture import UPRIGHT, narrow_range, on_white, open_picture, orientation, stored_as
 from hetero_strategy.errors import ConfigError, DataError, is_whole, require
 from hetero_strategy.model.inputs import EncoderInputs, Packing
 
 Sizes = tuple[int, ...]
-SCALED = ("PNG", "PPM")
-"""Formats of which Pillow's mode I has 16 bits."""
-UPRIGHT = dict(enumerate(map(Image.Transpose, (0, 3, 1, 5, 4, 6, 2)), 2))
-"""Orientation in EXIF -> what turns the image upright, as `ImageOps.exif_transpose` does."""
+FILTERS = {int(one): one.name for one in Image.Resampling}
+"""Number of a filter, as Hugging Face's files say it -> Pillow's name."""
 
 
 class Media(Protocol):
@@ -46,8 +45,8 @@ class Media(Protocol):
     def measure(self, path: str | Path) -> tuple[Sizes, int]:
         """Sizes, whose product is the raw rows, and rows at the edge, from the file's header. Raises DataError."""
 
-    def check(self, path: str | Path) -> None:
-        """Decode the whole file and throw the result away. Raises DataError."""
+    def check(self, path: str | Path) -> str | None:
+        """Decode the whole file and throw the result away; return a warning about it, if any. Raises DataError."""
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
         """Rows ``[R, feature]``, float32 or the media's own ``dtype``.
@@ -76,6 +75,28 @@ class TargetProcessor(Media, Protocol):
 
     def target_elements(self, sizes: np.ndarray) -> np.ndarray:
         """Numbers that the loss counts, int64 ``[n]``, of items with these sizes, int64 ``[n, k]``."""
+
+
+def of_items(media: Mapping[str, Media], rows: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, str]]:
+    """Module -> rows of its items in a sample, and the option that makes them fewer; empty: none does.
+
+    Args:
+        media: by module.
+        rows: field -> rows of each item.
+    """
+    found = {}
+    for module, one in media.items():
+        scaled = hasattr(one, "max_patches") and not isinstance(one, TargetProcessor)
+        found[module] = sum(rows.get(one.field, ())), f"processors.{module}.max_patches" if scaled else ""
+    return found
+
+
+def too_long(tokens: int, items: Mapping[str, tuple[int, str]], max_tokens: int) -> str:
+    """What to say of a sample of so many tokens, of which ``items`` are those of :func:`of_items`."""
+    parts = [f"{rows} are rows of '{module}'" for module, (rows, _) in items.items() if rows]
+    fixes = ["shorten it", *(f"lower {option}" for rows, option in items.values() if rows and option)]
+    of_which = f"of which {' and '.join(parts)}, " if parts else ""
+    return f"{tokens} tokens, {of_which}more than max_tokens={max_tokens}; {', '.join(fixes)} or raise max_tokens"
 
 
 def zero_rows(media: Media, count: int = 0) -> np.ndarray:
@@ -111,7 +132,8 @@ class ImageProcessor(_FromFields):
     Height and width are rounded to multiples of ``patch_size * merge`` pixels; an image of more than ``max_patches``
     patches is scaled down, none is scaled up. Patches are in row-major (grid_h, grid_w) order with features in
     (patch_h, patch_w, channel) order, as transformers' ``Siglip2ImageProcessor`` makes them. They travel as pixels, a
-    byte each, and become numbers where the encoder runs.
+    byte each, and become numbers where the encoder runs. Transparent pixels are composited on white, as transformers'
+    ``convert_to_rgb`` does. The first frame of an animated image, or its first page, stands for all.
 
     Args:
         patch_size: pixels on a side of a patch.
@@ -120,6 +142,8 @@ class ImageProcessor(_FromFields):
         max_patches: most patches of one image.
         mean, std: mean and deviation of pixel values after scaling to 0..1; one number, or one per channel.
         field: manifest field that names the images.
+        resample: Pillow's filter that resizes, by its number: 0 nearest, 1 lanczos, 2 bilinear, 3 bicubic, 4 box, 5
+            hamming.
     """
 
     patch_size: int = 16
@@ -129,6 +153,7 @@ class ImageProcessor(_FromFields):
     mean: float | tuple[float, ...] = 0.5
     std: float | tuple[float, ...] = 0.5
     field: str = "image"
+    resample: int = 2
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -146,6 +171,9 @@ class ImageProcessor(_FromFields):
                     raise ConfigError(f"{name}: {part} is {value!r}; give a number{over}, or one for each channel")
             if isinstance(value, tuple):
                 object.__setattr__(self, part, tuple(map(float, value)))
+        if not is_whole(self.resample) or self.resample not in FILTERS:
+            known = ", ".join(f"{number} ({filter.lower()})" for number, filter in sorted(FILTERS.items()))
+            raise ConfigError(f"{name}: resample is {self.resample!r}; use one of Pillow's filters: {known}")
         if self.channels not in (1, 3):
             raise ConfigError(f"{name}: channels is {self.channels}; use 3 (RGB) or 1 (grey)")
         if self.max_patches < self.merge**2:
@@ -174,20 +202,22 @@ class ImageProcessor(_FromFields):
         return ("grid_h", "grid_w")
 
     def measure(self, path: str | Path) -> tuple[Sizes, int]:
-        with _opened(path) as image:
+        with open_picture(path) as image:
             grid = self._grid(image)
         return grid, grid[0] * grid[1] // self.merge**2
 
-    def check(self, path: str | Path) -> None:
-        """Verify checksums, then decode all pixels."""
+    def check(self, path: str | Path) -> str | None:
+        """Verify checksums, then decode all pixels; report a 16-bit image of a narrow range, such as 12-bit values."""
         with reading(path, "image", Image.open) as image:
             reading(path, "image", lambda _: image.verify())  # checksums; load() forgives a PNG without its end
         with reading(path, "image", Image.open) as image:
+            stored = stored_as(image)
             reading(path, "image", lambda _: image.load())
+            return narrow_range(image) if image.mode.startswith("I") or ";16" in stored else None
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
         """Patches of the resized image, uint8."""
-        with _opened(path) as image:
+        with open_picture(path) as image:
             grid = self._grid(image)
             _same(path, self.size_names, grid, sizes)
             pixels = reading(path, "image", lambda _: self._pixels(image, grid))
@@ -206,7 +236,7 @@ class ImageProcessor(_FromFields):
 
     def _grid(self, image: Image.Image) -> tuple[int, int]:
         width, height = image.size
-        if _orientation(image) >= 5:  # the camera was held sideways
+        if orientation(image) >= 5:  # the camera was held sideways
             width, height = height, width
         unit, most = self.patch_size * self.merge, self.max_patches // self.merge**2
         h, w = max(1, round(height / unit)), max(1, round(width / unit))
@@ -218,20 +248,22 @@ class ImageProcessor(_FromFields):
 
     def _pixels(self, image: Image.Image, grid: tuple[int, int]) -> np.ndarray:
         """Pixels of the image resized to its grid, uint8 ``[height, width, channels]``."""
-        opened = image.size
+        opened, stored = image.size, stored_as(image)
         image.load()
         if image.format == "TIFF" and image.size != opened:  # Pillow turns it, and may have garbled it
             raise ValueError(f"{image.size} pixels, of which its header says {opened}; save it upright")
-        if (turned := _orientation(image)) in UPRIGHT:
+        if (turned := orientation(image)) in UPRIGHT:
             image = image.transpose(UPRIGHT[turned])
         if image.mode.startswith("I"):  # 16 bit, or 12 in a TIFF: convert() would clip instead of scaling
             tags = getattr(image, "tag_v2", {258: (16,), 262: 1})  # bits, and 0 where 0 is white
-            grey = (np.asarray(image).astype(np.int64) >> tags[258][0] - 8).clip(0, 255).astype(np.uint8)
-            image = Image.fromarray(grey if tags.get(262, 0) else 255 - grey)
-        image = image.convert("RGB" if self.channels == 3 else "L")
+            values = np.asarray(image).astype(np.int64)
+            grey = (values >> tags[258][0] - 8).clip(0, 255).astype(np.uint8)
+            grey = grey if tags.get(262, 0) else 255 - grey
+            image = Image.fromarray(np.where(values == image.info.get("transparency"), np.uint8(255), grey))
+        image = on_white(image, stored).convert("RGB" if self.channels == 3 else "L")
         size = (grid[1] * self.patch_size, grid[0] * self.patch_size)
         if image.size != size:
-            image = image.resize(size, Image.Resampling.BILINEAR)
+            image = image.resize(size, Image.Resampling(self.resample))
         return np.asarray(image).reshape(size[1], size[0], self.channels)
 
 
@@ -302,11 +334,14 @@ class AudioProcessor(_FromFields):
 
     def _frames(self, path: str | Path, samples: int, rate: int) -> int:
         if samples <= 0:
-            raise DataError(f"{path}: audio of zero length")
+            raise DataError(f"{path}: audio of zero length", "zero length")
         if samples > self.max_seconds * rate:
             raise DataError(
-                f"{path}: {samples / rate:.1f} s of audio, more than max_seconds={self.max_seconds:g}; cut the clip or"
-                " raise max_seconds"
+                f"{path}: {samples / rate:.10g} s of audio, more than max_seconds={self.max_seconds:g}: {samples}"
+                f" samples at {rate} Hz, {samples - int(self.max_seconds * rate)} too many; cut the clip, such as by"
+                f" ffmpeg -t {self.max_seconds:g}, or raise max_seconds of the processor as far as the encoder has"
+                " positions (Whisper's 1500 end at 30 s)",
+                "too long",
             )
         up, down = self._ratio(rate)
         return max(1, ceil(samples * up / down) // self.hop_length)
@@ -338,31 +373,6 @@ def _mel_filters(sampling_rate: int, n_mels: int, n_fft: int) -> np.ndarray:
     return np.asarray(
         mel_filter_bank(n_fft // 2 + 1, n_mels, 0.0, top, sampling_rate, norm="slaney", mel_scale="slaney"), np.float64
     )
-
-
-def _opened(path: str | Path) -> Image.Image:
-    """Raises DataError, also where nobody knows which of its numbers are black and white."""
-    image = reading(path, "image", Image.open)
-    if image.format == "TIFF":  # else Pillow maps its pixels into memory, in the wrong shape where it is turned
-        image.filename = ""
-    if image.mode == "F" or (image.mode == "I" and image.format not in SCALED):
-        image.close()
-        raise DataError(
-            f"{path}: its pixels are 32-bit numbers (Pillow's mode {image.mode}), of no known range; scale them and"
-            " save 8 or 16 bits per channel"
-        )
-    return image
-
-
-def _orientation(image: Image.Image) -> int:
-    """How the camera was held, of formats that say so once opened. 1, upright, also where their EXIF is damaged."""
-    try:
-        # Not image.getexif(): where a PNG has said nothing yet, that decodes it.
-        exif = Image.Image.getexif(image) if image.format in ("JPEG", "MPO", "WEBP", "AVIF", "PNG") else {}
-        turned = exif.get(0x0112, 1)
-    except Exception:  # SyntaxError, struct.error, ...
-        return 1
-    return turned if isinstance(turned, int) and turned in UPRIGHT else 1
 
 
 def _same(path: str | Path, names: Sequence[str], sizes: Sizes, expected: Sizes | None) -> None:

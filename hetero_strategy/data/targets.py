@@ -25,7 +25,7 @@ class ImageTarget(ImageProcessor):
 
     Args:
         rows: condition rows of each image.
-        patch_size, channels, max_patches, mean, std, field: as for :class:`ImageProcessor`.
+        patch_size, channels, max_patches, mean, std, field, resample: as for :class:`ImageProcessor`.
     """
 
     merge: int = field(default=1, init=False)

@@ -25,12 +25,12 @@ from hetero_strategy.loading.ahead import Ahead
 from hetero_strategy.loading.context import TrainingContext, finish_epoch
 from hetero_strategy.loading.dispatch import Dispatch
 from hetero_strategy.loading.item_reader import OnError
-from hetero_strategy.loading.limits import Limits, check_limits, item_limits, say_left_out
+from hetero_strategy.loading.limits import Limits, check_limits, item_limits, most_rows, say_left_out
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.metadata import step_metadata, with_own_units
 from hetero_strategy.loading.options import Engine, Payload, check_data_options, check_fields, check_microbatch_rows
 from hetero_strategy.loading.read_where_sampled import SampledDataset
-from hetero_strategy.loading.steps import RankView, StepDataset, check_counts, epoch_order
+from hetero_strategy.loading.steps import RankView, StepDataset, check_counts, check_steps, epoch_order
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.model.without_values import models_without_values
 from hetero_strategy.plan.config import BalanceConfig
@@ -79,9 +79,9 @@ class MultimodalDataModule(L.LightningDataModule):
         num_workers, prefetch_factor, pin_memory: processes that make steps beside training, how many steps each is
             ahead, and page-locked memory (default: on CUDA); see `StepLoader`.
         engine: ``local``: workers are processes of this machine; ``ray``: actors on any machine of a Ray cluster.
-        on_error: what an unreadable file or a dead worker does: ``stop`` the run, or ``skip``: samples are counted and
-            named, workers replaced.
-        max_skipped: samples of an epoch that may be skipped; default: 1%, at least 10.
+        on_error: what a faulty sample, found while indexing or training, or a dead worker does: ``stop`` the run, or
+            ``skip``: samples are counted and named, workers replaced.
+        max_skipped: samples that may be left out of an index, and again of an epoch; default: 1%, at least 10.
         leave_out: media fields; their samples are left out (``indices[split].left_out``), else refused where unread.
         media_folder: what media paths are relative to; default: each manifest's folder.
         cache_folder: where indices lie; default: ``.hetero_index`` beside a split's (first) manifest.
@@ -277,11 +277,16 @@ class MultimodalDataModule(L.LightningDataModule):
                 answers=split != "predict",
                 measure=not self._dispatches(split),
                 leave_out=self.leave_out,
+                skip=self.on_error == "skip",
+                max_skipped=self.max_skipped,
+                most_rows=most_rows(self._limits, self._item_limits, self.processors),
                 progress=progress,
                 **self._index_options,
             )
             where = ", ".join(map(str, manifests))
             check_limits(index, where, self._limits, self._item_limits, self.balance.budget)
+            if split == "train":
+                check_steps(len(index), self.global_batch_size, self.drop_last)
             self.indices[split] = index
             say_left_out(index, split, self.leave_out)
         return self.indices.get(split)

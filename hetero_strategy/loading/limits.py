@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from lightning.fabric.utilities import rank_zero_info
 
 from hetero_strategy.data.dataset_index import DatasetIndex
+from hetero_strategy.data.faults import in_words, list_path
 from hetero_strategy.data.manifest import SHOWN
 from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.model.adapter import Adapter
@@ -47,6 +48,18 @@ def item_limits(modules: Mapping[str, Adapter]) -> dict[str, ItemLimit]:
     }
 
 
+def most_rows(models: Mapping[str, Limits], items: Mapping[str, ItemLimit], read: Collection[str]) -> dict[str, int]:
+    """Most rows that a module can take of a sample or of an item, where it says so.
+
+    Args:
+        models: of language models.
+        items: of other modules.
+        read: modules that read files.
+    """
+    samples = {name: limits.max_length for name, limits in models.items() if limits.max_length is not None}
+    return samples | {name: limit.rows for name, limit in items.items() if name in read}
+
+
 def check_limits(
     index: DatasetIndex,
     where: str,
@@ -79,7 +92,10 @@ def check_limits(
     samples, tokens = np.arange(len(index)), np.diff(index.offsets)
     for module, limits in models.items():
         if limits.max_length is not None and (worst := _longer(index, samples, tokens, limits.max_length)):
-            raise DataError(f"{where}: {worst} '{module}' can take (max_length); shorten these samples or raise it")
+            raise DataError(
+                f"{where}: {worst} '{module}' can take (max_length){_of_items(index, tokens)}; shorten these samples or"
+                " raise it"
+            )
     for module, limit in items.items():
         measured = index.items.get(module)
         if measured is not None and (worst := _longer(index, measured.sample, measured.inner_rows, limit.rows)):
@@ -101,12 +117,26 @@ def check_limits(
 
 
 def say_left_out(index: DatasetIndex, split: str, fields: Sequence[str]) -> None:
-    """Say on the first rank how many samples are not in an index, if any, as they hold these media fields."""
+    """Say on the first rank how many samples are left out, if any: as they hold these media fields, or are faulty."""
     if index.left_out:
         rank_zero_info(
             f"{split}: {index.left_out} of {len(index) + index.left_out} samples are left out, as they hold"
             f" {' or '.join(fields)}"
         )
+    if count := sum(index.skipped.values()):
+        rank_zero_info(
+            f"{split}: {count} of {len(index) + count} samples are left out, as they are faulty (on_error='skip'):"
+            f" {in_words(index.skipped)}; all are listed in {list_path(index.folder)}; delete {index.folder} when they"
+            " are mended"
+        )
+
+
+def _of_items(index: DatasetIndex, tokens: np.ndarray) -> str:
+    """Say how many rows of the longest sample are those of its pictures, recordings and the like."""
+    longest = np.array([tokens.argmax()])
+    parts = {name: int(table.rows[index.item_numbers(name, longest)].sum()) for name, table in index.items.items()}
+    said = [f"{rows} are of '{name}'" for name, rows in parts.items() if rows]
+    return f", of the longest {' and '.join(said)} (max_patches of a processor bounds a picture)" if said else ""
 
 
 def _longer(index: DatasetIndex, owner: np.ndarray, rows: np.ndarray, most: int) -> str:

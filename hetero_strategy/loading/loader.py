@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler, SequentialSampler
 
+from hetero_strategy.data.faults import most_skipped
 from hetero_strategy.errors import CheckpointError, ConfigError, DataError
 from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.ahead import GRACE, Ahead
@@ -95,7 +96,7 @@ class StepLoader:
         self.num_workers, self.prefetch_factor, self.engine, self.on_error = (
             num_workers, prefetch_factor, engine, on_error,
         )  # fmt: skip
-        self.max_skipped = max(10, len(steps.index) // 100) if max_skipped is None else max_skipped
+        self.max_skipped = most_skipped(max_skipped, len(steps.index))
         self._skipped_in_epoch = 0
         self._resume_at = 0
         self._changed = ""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hetero_strategy.data.dataset_index import DatasetIndex
-from hetero_strategy.data.media import Media, zero_rows
+from hetero_strategy.data.media import Media, of_items, too_long, zero_rows
 from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.loading.item_reader import complaint
 from hetero_strategy.loading.steps import StepDataset
@@ -87,15 +87,20 @@ class SampledDataset(StepDataset):
         if most is None:
             return
         tokens = np.asarray(self.index.offsets[samples + 1] - self.index.offsets[samples])
+        per_item: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for module, mine in rows.items():
             counts = self.index.counts(module, samples)
             of_sample = np.repeat(np.arange(len(samples)), counts)
+            per_item[self.processors[module].field] = of_sample, mine
             tokens = tokens + np.bincount(of_sample, mine - 1, len(samples)).astype(np.int64)
         for place in np.flatnonzero(tokens > most).tolist():
             sample = int(samples[place])
-            failed.setdefault(
-                sample, f"sample '{self.index.names[sample]}': {tokens[place]} tokens, more than max_tokens={most}"
+            items = of_items(
+                self.processors,
+                {field: mine[of_sample == place].tolist() for field, (of_sample, mine) in per_item.items()},
             )
+            text = too_long(int(tokens[place]), items, most)
+            failed.setdefault(sample, f"sample '{self.index.names[sample]}': {text}")
 
 
 def _decoded(

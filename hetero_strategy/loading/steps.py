@@ -119,6 +119,19 @@ def check_counts(size: int, count: int | None, sizes: str = "global_batch_size",
         )
 
 
+def check_steps(samples: int, global_batch_size: int, drop_last: bool) -> None:
+    """Refuse an epoch without steps.
+
+    Raises:
+        ConfigError: with the numbers.
+    """
+    if not samples or (drop_last and samples < global_batch_size):
+        raise ConfigError(
+            f"drop_last with global_batch_size {global_batch_size} leaves nothing of {samples} samples; use a smaller"
+            " batch or drop_last=False"
+        )
+
+
 class StepDataset(Dataset[Batch]):
     """Map-style data set over the steps of an epoch; an item is one global batch as this rank sees it.
 
@@ -174,11 +187,7 @@ class StepDataset(Dataset[Batch]):
         """What an item that cannot be read does; the loader sets it."""
         self.caches: dict[str, RowCache] = {}
         """Of the rows of frozen encoders, by module; a strategy sets them."""
-        if not len(self):
-            raise ConfigError(
-                f"drop_last with global_batch_size {global_batch_size} leaves nothing of {len(index)} samples;"
-                " use a smaller batch or drop_last=False"
-            )
+        check_steps(len(index), global_batch_size, drop_last)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name in state["imports"]:  # what they register is known by its name alone

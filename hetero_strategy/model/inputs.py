@@ -34,6 +34,8 @@ class ImagePatches:
     mean: float | tuple[float, ...] | None = None
     """None, here and below: no weights were trained with another than the usual one."""
     std: float | tuple[float, ...] | None = None
+    resample: int | None = None
+    """Number of Pillow's filter."""
 
 
 @dataclass(frozen=True)

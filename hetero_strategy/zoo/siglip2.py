@@ -9,17 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL.Image import Resampling
 from torch import Tensor
 from typing_extensions import override
 
 from hetero_strategy import ragged
-from hetero_strategy.errors import DataError, ModelError, check_sizes
+from hetero_strategy.errors import DataError, ModelError, check_sizes, is_whole
 from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
 from hetero_strategy.model.attention import attention_pairs
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
 from hetero_strategy.model.hf_folder import read_processor
 from hetero_strategy.model.inputs import EncoderInputs, ImagePatches, host_index
 from hetero_strategy.zoo.hf import HFAdapter, make_config, make_model
+
+FOLDER = {"mean": "image_mean", "std": "image_std", "resample": "resample"}
+"""Field of a processor -> what Hugging Face's folders call it."""
 
 
 class Siglip2Backbone(HFAdapter, Backbone):
@@ -61,7 +65,7 @@ class Siglip2Backbone(HFAdapter, Backbone):
         self.width = config.hidden_size * merge**2
         self.checkpoint = checkpoint
         seen = {} if checkpoint is None else _seen(checkpoint)
-        self.folder_processor = {f"image_{name}": value for name, value in seen.items()}
+        self.folder_processor = {FOLDER[name]: value for name, value in seen.items()}
         self.processor = ImagePatches(config.patch_size, config.num_channels, merge, **seen)
 
     @override
@@ -148,11 +152,12 @@ class Siglip2Backbone(HFAdapter, Backbone):
             )
 
 
-def _seen(checkpoint: str | Path) -> dict[str, float | tuple[float, ...]]:
-    """How pixels were normalised that a folder's weights were trained with, where it says that it was not as usual.
+def _seen(checkpoint: str | Path) -> dict[str, Any]:
+    """How pixels were resized and normalised that a folder's weights were trained with, where it says that it was not
+    as usual.
 
     Raises:
-        ModelError: what it says is not one number, or one for each channel.
+        ModelError: what it says is not one number, or one for each channel; or no filter has the number.
     """
     said = read_processor(checkpoint, "image_processor")
     kept = {name: said[name] for name in ("rescale_factor", "image_mean", "image_std") if said.get(name) is not None}
@@ -162,16 +167,23 @@ def _seen(checkpoint: str | Path) -> dict[str, float | tuple[float, ...]]:
         numbers = {name: np.array(value, np.float64) for name, value in kept.items()}
     except (TypeError, ValueError):
         raise ModelError(f"siglip2: {checkpoint} says of its pixels {kept}; correct what is no number there") from None
+    resample = said.get("resample")
+    if resample is not None and not (is_whole(resample) and int(resample) in [*Resampling]):
+        raise ModelError(
+            f"siglip2: {checkpoint} says of its pixels resample={resample!r}; correct it to the number of a filter of"
+            " Pillow, such as 2 (bilinear)"
+        )
     scale = 1.0 if said.get("do_rescale") is not False else 255.0
     if scale == 1.0 and "rescale_factor" in numbers:
         scale = round(float(numbers["rescale_factor"]) * 255, 9)
     # transformers' (scale * x - mean) / deviation of pixels x from 0 to 1, as (x - mean) / deviation
     found = {name: numbers.get(f"image_{name}", np.array(0.5)) / scale for name in ("mean", "std")}
-    return {
+    normalise = {
         name: tuple(value.tolist()) if value.ndim else float(value)
         for name, value in found.items()
         if set(value.ravel().tolist()) != {0.5}
     }
+    return normalise if resample in (None, Resampling.BILINEAR) else {**normalise, "resample": int(resample)}
 
 
 def merge_order(grids: np.ndarray, merge: int) -> np.ndarray:

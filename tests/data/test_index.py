@@ -262,9 +262,15 @@ def test_all_faults_of_files_in_one_error(digits: Path, tmp_path: Path) -> None:
     expected = ["none.png: file is missing", "0 <image>", "1 <audio>", "cut.png: not a readable image", "zero length"]
     expected += ["answer is empty", "103 tokens, more than max_tokens=50"]
     names = ["s0", "s1", "s1", "s2", "s3", "s4", "s5"]
-    for line, name, text in zip(lines[1:], names, expected, strict=True):
+    for line, name, text in zip(lines[1:-1], names, expected, strict=True):
         assert f"'{name}'" in line and text in line
-    assert not (tmp_path / ".hetero_index").exists()
+    (listed,) = (tmp_path / ".hetero_index").iterdir()  # and no index
+    assert lines[-1].strip() == f"all are listed in {listed}"
+    found = [json.loads(line) for line in listed.read_text().splitlines()]
+    assert [fault["sample"] for fault in found] == names
+    kinds = ["missing file", "manifest", "manifest", "damaged image", "zero length", "manifest", "too long"]
+    assert [fault["kind"] for fault in found] == kinds
+    assert [fault["file"] for fault in found] == ["none.png", None, None, "cut.png", "zero.wav", None, None]
 
 
 def test_a_bad_file_is_a_fault_of_every_sample_that_has_it(digits: Path, tmp_path: Path) -> None:
@@ -274,8 +280,9 @@ def test_a_bad_file_is_a_fault_of_every_sample_that_has_it(digits: Path, tmp_pat
     entries[2] = entry("s2", "<image><image>", image=["none.png", "none.png"])  # once of each sample
     with pytest.raises(DataError) as caught:
         build(write_manifest(tmp_path, *entries), digits)
-    head, *lines, rest = str(caught.value).splitlines()
+    head, *lines, rest, where = str(caught.value).splitlines()
     assert ": 11 faults; " in head and rest.strip() == "... and 1 more"
+    assert len(Path(where.split(" in ")[1]).read_text().splitlines()) == 11
     for line, number in zip(lines, [0, *range(2, 11)], strict=True):
         assert f"sample 's{number}'" in line and "none.png: file is missing" in line
 
@@ -291,6 +298,25 @@ def test_headers_only_misses_a_cut_file_by_choice(
             build(manifest, digits, **options)
     monkeypatch.setattr(index_room, "DECODE_LIMIT", 0)
     assert len(build(manifest, digits, verify="auto")) == 1
+
+
+def test_a_sample_too_long_by_its_pictures_says_so(digits: Path, tmp_path: Path) -> None:
+    media(tmp_path)
+    manifest = write_manifest(tmp_path, entry("x", "<image><image><audio>", image=["a.png", "b.png"], audio="c.wav"))
+    fix = r"shorten it, lower processors\.vision\.max_patches or raise max_tokens"
+    with pytest.raises(
+        DataError, match=rf"17 tokens, of which 8 are rows of 'vision' and 5 .*'audio', more than .*; {fix}"
+    ):
+        build(manifest, digits, max_tokens=16)
+
+
+def test_one_warning_names_pictures_of_a_narrow_range(digits: Path, tmp_path: Path) -> None:
+    for name, most in (("a", 4095), ("b", 900), ("c", 65535)):
+        Image.fromarray(np.linspace(0, most, 256).astype(np.uint16).reshape(16, 16)).save(tmp_path / f"{name}.png")
+    entries = [entry(name, "<image>", image=f"{name}.png") for name in "abc"]
+    with pytest.warns(UserWarning, match=r"a\.png: its pixels are 0 to 4095 of .*; scale them .* \(and 1 more") as said:
+        build(write_manifest(tmp_path, *entries), digits)
+    assert len(said) == 1
 
 
 def test_refusals(digits: Path, tmp_path: Path) -> None:

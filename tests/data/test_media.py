@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 import struct
+import zlib
 from math import ceil
 from pathlib import Path
 
@@ -9,10 +11,11 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from PIL import Image, ImageOps, TiffImagePlugin, features
+from PIL import Image, ImageOps, PngImagePlugin, TiffImagePlugin, features
 
 from hetero_strategy.data.media import AudioProcessor, ImageProcessor, TargetProcessor
 from hetero_strategy.data.media_file import _streamed, reading
+from hetero_strategy.data.picture import on_white
 from hetero_strategy.data.targets import ImageTarget
 from hetero_strategy.errors import ConfigError, DataError
 
@@ -85,6 +88,8 @@ def test_grey_and_channel_statistics(tmp_path: Path) -> None:
         ({"mean": None}, r"mean is None; give a number, or one for each channel"),
         ({"mean": "0.5"}, r"mean is '0.5'; give a number, or"),
         ({"max_patches": "64"}, r"max_patches is '64'; use a whole number above 0"),
+        ({"resample": 17}, r"resample is 17; use one of Pillow's filters: 0 \(nearest\), 1 \(lanczos\), 2 \(bil"),
+        ({"resample": "bicubic"}, r"resample is 'bicubic'; use one"),
         ({"merge": 1.5}, r"merge is 1.5; use a whole number above 0"),
     ):
         with pytest.raises(ConfigError, match=rf"^ImageProcessor: {message}"):
@@ -98,6 +103,95 @@ def test_sixteen_bit_is_scaled_not_clipped(tmp_path: Path) -> None:
         Image.fromarray(values).save(path)
         patches = numbers(ImageProcessor(patch_size=8, channels=1, mean=0.0, std=1.0), path)
         np.testing.assert_allclose(patches.reshape(8, 8), values / 65535, atol=1 / 200)
+
+
+def png(path: Path, bits: int, kind: int, row: bytes, width: int, transparent: bytes) -> Path:
+    """Write a PNG of one row, with a tRNS chunk, such as Pillow does not write them."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    head = struct.pack(">IIBBBBB", width, 1, bits, kind, 0, 0, 0)
+    parts = ((b"IHDR", head), (b"tRNS", transparent), (b"IDAT", zlib.compress(b"\0" + row)), (b"IEND", b""))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts))
+    return path
+
+
+def test_what_is_transparent_standson_white(tmp_path: Path) -> None:
+    """As transformers has it; the colour below is black, at half alpha what is seen is grey."""
+    from transformers.image_transforms import convert_to_rgb
+
+    rgba = np.zeros((2, 4, 4), np.uint8)
+    rgba[..., 3] = [[0, 128, 255, 60]] * 2
+    rgba[1, :, 0] = 200
+    whole = Image.fromarray(rgba)
+    palette = Image.new("P", (4, 2), 1)
+    palette.putpalette([9, 9, 9, 0, 0, 0])
+    palette.putpixel((2, 0), 0)
+    pictures: dict[str, tuple[Image.Image, dict[str, object]]] = {
+        "rgba.png": (whole, {}),
+        "rgba.webp": (whole, {"lossless": True, "exact": True}),
+        "la.png": (whole.convert("LA"), {}),
+        "p.png": (palette, {"transparency": 1}),
+        "p.gif": (palette, {"transparency": 1}),
+        "half.png": (palette, {"transparency": bytes([255, 128])}),
+        "rgb.png": (whole.convert("RGB"), {"transparency": (0, 0, 0)}),
+        "l.png": (whole.convert("L"), {"transparency": 0}),
+    }
+    for name, (image, options) in pictures.items():
+        image.save(path := tmp_path / name, **options)
+        with Image.open(path) as opened:
+            expected = convert_to_rgb(opened, return_numpy=True)
+        assert (expected > 100).any()  # not black alone
+        assert (ImageProcessor(patch_size=1).load(path).reshape(2, 4, 3) == expected).all(), name
+        drawn = ImageTarget(patch_size=2).load(path).reshape(2, 2, 2, 3).swapaxes(0, 1)
+        assert np.allclose(drawn.reshape(2, 4, 3), expected / 127.5 - 1, atol=1e-6), name
+        grey = ImageProcessor(patch_size=1, channels=1).load(path).reshape(2, 4)
+        assert (grey == np.asarray(Image.fromarray(expected).convert("L"))).all(), name
+    both = whole.convert("LA").convert("PA")  # which Pillow reads of some TIFFs, and writes to none
+    assert (np.asarray(on_white(both, "").convert("RGB")) == convert_to_rgb(both, return_numpy=True)).all()
+
+
+@pytest.mark.parametrize(
+    ("bits", "kind", "row", "transparent", "expected"),
+    [
+        (16, 0, b"\x12\x34\x80\x34", b"\x12\x34", [255, 128]),
+        (16, 2, b"\x12\x34" * 3 + b"\x80\x34" * 3, b"\x12\x34" * 3, [255, 128]),
+        (8, 0, b"\x01\x09", b"\0\x01", [255, 9]),
+        (2, 0, b"\x1b", b"\0\x02", [0, 85, 255, 255]),
+        (4, 0, b"\x28", b"\0\x02", [255, 136]),
+        (1, 0, b"\x1b", b"\0\0", [255] * 8),
+    ],
+)
+def test_the_transparent_colour_of_a_png_is_of_its_own_bits(
+    tmp_path: Path, bits: int, kind: int, row: bytes, transparent: bytes, expected: list[int]
+) -> None:
+    path = png(tmp_path / "a.png", bits, kind, row, len(expected), transparent)
+    assert ImageProcessor(patch_size=1, channels=1).load(path).ravel().tolist() == expected
+
+
+@pytest.mark.parametrize(("values", "odd"), [((0, 4095), True), ((40000, 40900), True), ((0, 4096), False)])
+@pytest.mark.parametrize("colour", [False, True])
+def test_sixteen_bits_of_a_narrow_range_are_odd(
+    tmp_path: Path, values: tuple[int, int], odd: bool, colour: bool
+) -> None:
+    row = struct.pack(">2H", *values) if not colour else struct.pack(">6H", *np.repeat(values, 3))
+    path = png(tmp_path / "a.png", 16, 2 if colour else 0, row, 2, b"\1\2" * (3 if colour else 1))
+    said = ImageProcessor().check(path)
+    assert (said is not None) == odd
+    if said:
+        low, high = np.array(values) // 256 * 256 if colour else values
+        assert said.startswith(f"its pixels are {low} to {high} of 0 to 65535") and "scale them" in said
+    Image.new("L", (160, 16), 3).save(tmp_path / "dark.tiff")
+    assert ImageProcessor().check(tmp_path / "dark.tiff") is None
+
+
+@pytest.mark.parametrize("resample", range(6))
+def test_the_filter_is_pillows(tmp_path: Path, resample: int) -> None:
+    path = picture(tmp_path / "a.png", 70, 100)
+    found = ImageProcessor(patch_size=16, resample=resample).load(path)
+    wanted = np.asarray(Image.open(path).resize((64, 96), Image.Resampling(resample)))
+    assert (found.reshape(6, 4, 16, 16, 3).transpose(0, 2, 1, 3, 4).reshape(96, 64, 3) == wanted).all()
 
 
 @pytest.mark.parametrize(("bits", "black"), [(12, True), (16, True), (16, False)])
@@ -189,6 +283,101 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
             with pytest.raises(DataError, match=f"x.*: cannot be opened: {reason}") as caught:
                 processor.measure(tmp_path / name)
             assert len(str(caught.value)) < 500
+
+
+INLINE = "iVBORw0KGgoAAAANSUhEUgAAAEAAAAAwCAIAAA" * 30
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "kind"),
+    [
+        ("https://example.com/a.png", "^https://example.com/a.png: only files are read, not URLs; download it", "URL"),
+        ("s3://bucket/a b.png", "^s3://bucket/a b.png: only files are read, not URLs; download it", "URL"),
+        ("file:///data/a.png", "^file:///data/a.png: only files are read, not URLs; leave out file://", "URL"),
+        (
+            f"data:image/png;base64,{INLINE}",
+            r"^data:image/png;base64,iVB.*\.\.\. \(\d+ characters\): data is",
+            "inline data",
+        ),
+        ("data:,x", "^data:,x: data is not read from a manifest; save it as a file", "inline data"),
+        ("/9j/" + "4AAQSkZJRgABAQEAYABgAAD/" * 20, r"\.\.\. \(\d+ characters\): .*; save it as a file", "inline data"),
+        (INLINE, r"cannot be opened: File name too long; data is not read from a manifest; save", "cannot be opened"),
+        ("pictures", r"pictures: is a folder; list the \w+ files in it instead", "folder"),
+        ("none.png", "none.png: file is missing$", "missing file"),
+        ("pictures/a.png/b.png", "b.png: file is missing$", "missing file"),
+        ("/dev/null", "/dev/null: is no file, but a device, a pipe or a socket", "no file"),
+    ],
+)
+def test_names_that_are_no_files_say_what_to_do(tmp_path: Path, name: str, message: str, kind: str) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").touch()
+    for processor in (ImageProcessor(), AudioProcessor()):
+        with pytest.raises(DataError, match=message) as caught:
+            processor.measure(tmp_path / name)
+        assert caught.value.kind == kind and len(str(caught.value)) < 300
+        assert pickle.loads(pickle.dumps(caught.value)).kind == kind  # on its way from a worker
+
+
+@pytest.mark.parametrize(
+    ("head", "audio", "message"),
+    [
+        (b"", False, "it is empty; write it anew"),
+        (b"\n<!DOCTYPE html><html>", False, "it is a web page, saved in the place of the file; download it anew"),
+        (b'<?xml version="1.0"?><svg/>', False, r"it is a drawing of lines \(SVG\) or other XML; save it as PNG"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\n",
+            True,
+            "it is a pointer of Git LFS; fetch the file by git lfs",
+        ),
+        (b"\0\0\0\x20ftypheic", False, "it is HEIC, which Pillow reads only with pillow-heif: pip install pillow-heif"),
+        (b"\0\0\0\x20ftypM4A ", True, r"it is MP4 \(m4a, mp4, mov, 3gp\), which libsndfile does not read; convert it"),
+        (
+            b"\x1aE\xdf\xa3",
+            True,
+            "it is WebM or Matroska, which libsndfile does not read; convert it, such as by ffmpeg",
+        ),
+        (b"0&\xb2u\x8ef\xcf\x11", True, "it is Windows Media .*; convert it"),
+        (b"\xff\xf1\x50\x80", True, "it is AAC, .*; convert it"),
+        (
+            b"anything",
+            True,
+            r"\(truncated or damaged\?\): libsndfile, which reads recordings, knows no such format; convert",
+        ),
+        (b"anything", False, r"\(truncated or damaged\?\): cannot identify image file"),
+    ],
+)
+def test_files_of_other_kinds_say_what_they_are(tmp_path: Path, head: bytes, audio: bool, message: str) -> None:
+    path = tmp_path / ("a.wav" if audio else "a.png")
+    path.write_bytes(head + bytes(300) * bool(head))
+    with pytest.raises(DataError, match=rf"{path}: not a readable (image|audio) file.*{message}"):
+        (AudioProcessor() if audio else ImageProcessor()).measure(path)
+
+
+def test_what_pillow_takes_for_an_attack_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = PngImagePlugin.PngInfo()
+    text.add_itxt("XML:com.adobe.xmp", "x" * (PngImagePlugin.MAX_TEXT_CHUNK + 1), zip=True)
+    Image.new("RGB", (16, 16)).save(tmp_path / "a.png", pnginfo=text)
+    with pytest.raises(
+        DataError, match=r"its metadata, not its pixels, is more than .*MAX_TEXT_CHUNK; save .* raise PIL"
+    ):
+        ImageProcessor().check(tmp_path / "a.png")
+    picture(tmp_path / "b.png", 64, 64)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(
+        DataError, match=r"b\.png: more pixels than Pillow reads: .*4096 pixels.* raise PIL.Image.MAX_IM"
+    ):
+        ImageProcessor().measure(tmp_path / "b.png")
+
+
+@pytest.mark.parametrize(("rate", "more"), [(16000, 1), (22050, 294), (44100, 1)])
+def test_a_clip_that_is_a_sample_too_long_says_so(tmp_path: Path, rate: int, more: int) -> None:
+    path, processor = sound(tmp_path / "a.wav", 30 * rate, rate), AudioProcessor()
+    assert processor.measure(path) == ((3000,), 1500)
+    path = sound(tmp_path / "a.wav", 30 * rate + more, rate)
+    with pytest.raises(
+        DataError, match=rf"30\.0[0-9]+ s of .*: {30 * rate + more} samples at {rate} Hz, {more} too many"
+    ):
+        processor.measure(path)
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
@@ -298,7 +487,7 @@ def test_an_mp3_without_a_header_is_as_long_as_what_can_be_read(tmp_path: Path, 
         assert 300 <= frames <= 330  # the encoder's own silence is no longer cut off
         assert processor.load(path, (frames,)).shape == (frames, 20)
         processor.check(path)
-    with pytest.raises(DataError, match=r"more than max_seconds=3;"):
+    with pytest.raises(DataError, match=r"more than max_seconds=3: \d+ samples at 16000 Hz, \d+ too many;"):
         AudioProcessor(max_seconds=3).measure(path)
 
 

@@ -13,7 +13,7 @@ from hetero_strategy.data.manifest import Turn
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from tests import stock
 
-PINNED = (8, "872ae424bb9bfd48527a")
+PINNED = (9, "872ae424bb9bfd48527a")
 """The version, and what the conversations below have given since."""
 TEMPLATES = (
     None,

@@ -22,6 +22,7 @@ from transformers import (
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
 )
+from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
 from hetero_strategy.checkpoint.__main__ import main
 from hetero_strategy.checkpoint.training import TrainingState
@@ -253,6 +254,29 @@ def test_pixels_are_normalised_as_a_folder_of_siglip2_says(tmp_path):
         processors_of(model, {"vision": {"mean": 0.5}})
     again = siglip2_encoder(out_width=16, checkpoint=export(tmp_path, vision=model.vision) / "vision")
     assert again.processor == model.vision.processor
+    with pytest.raises(ModelError, match=r"siglip2: .* says of its pixels resample='cubic'; correct it"):
+        processor(tmp_path, resample="cubic")
+
+
+@pytest.mark.parametrize("resample", [None, *range(6)])
+def test_pictures_are_resized_as_a_folder_of_siglip2_says(tmp_path, resample):
+    """In transformers' own processor; an export says it too."""
+    Siglip2VisionModel(Siglip2VisionConfig(**VIT)).save_pretrained(tmp_path)
+    pixels = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 40, 3), np.uint8))
+    pixels.save(tmp_path / "a.png")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"resample": resample}))
+    encoder = siglip2_encoder(out_width=16, checkpoint=tmp_path)
+    model = MultimodalModel({"vision": encoder, "llm": hf_llama(**LLAMA)})
+    ours = processors_of(model, {"vision": {"max_patches": 64}})["vision"]
+    (grid, rows), read = ours.measure(tmp_path / "a.png"), ours.load(tmp_path / "a.png")
+    more = {} if resample is None else {"resample": resample}
+    theirs = Siglip2ImageProcessorPil(patch_size=2, max_num_patches=rows, **more)(pixels, return_tensors="np")
+    assert tuple(theirs["spatial_shapes"][0]) == grid and (resample is None or ours.resample == resample)
+    found = normalised(torch.from_numpy(read), ours.statistics).numpy()
+    np.testing.assert_allclose(found, theirs["pixel_values"][0], atol=1e-6)
+    if resample not in (None, 2):
+        folder = export(tmp_path, vision=encoder) / "vision"
+        assert siglip2_encoder(out_width=16, checkpoint=folder).processor == encoder.processor
 
 
 @pytest.mark.parametrize(
