@@ -29,11 +29,12 @@ from hetero_strategy import ragged
 from hetero_strategy.data.dataset_index import DatasetIndex as DatasetIndex
 from hetero_strategy.data.dataset_index import load_index
 from hetero_strategy.data.manifest import Faults, PathLike, Sample, manifest_paths, parse_manifests
+from hetero_strategy.data.manifest_file import files_of
 from hetero_strategy.data.media import Media, TargetProcessor
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
 
-VERSION = 8
+VERSION = 9
 """Raised whenever ids, masks, the arrays or a processor's rows change meaning."""
 
 DECODE_LIMIT = 20_000
@@ -98,7 +99,7 @@ def build_index(
         **({"leave_out": sorted(leave_out)} if leave_out else {}),
         **({"folders": folders} if folders else {}),
     }
-    key = _key(settings, *paths, tokenizer.path)
+    key = _key(settings, *(file for path in paths for file in files_of(path)), tokenizer.path)
     caches = Path(cache_folder) if cache_folder is not None else paths[0].parent / ".hetero_index"
     target = caches.absolute() / f"{paths[0].stem}-{key}"  # a Ray actor has another working directory
     if not (target / "header.json").is_file():
@@ -114,7 +115,8 @@ def build_index(
         widths = [len(processor.size_names) for processor in processors.values()]
         header = {"settings": settings, "samples": len(samples), "modules": list(processors), "widths": widths}
         largest = int(arrays["ids"].max(initial=-1))
-        _write(target, arrays, header | {"left_out": faults.left_out, "largest_id": largest})
+        header |= {"left_out": faults.left_out, "unlearnt": faults.unlearnt, "largest_id": largest}
+        _write(target, arrays, header)
     return load_index(target, folder)
 
 
@@ -142,7 +144,7 @@ def _check(manifests: Sequence[Path], processors: Mapping[str, Media], verify: s
             " needed, so there is nothing to verify; leave verify out, or measure"
         )
     for manifest in manifests:
-        if not manifest.is_file():
+        if not manifest.exists():
             raise DataError(f"{manifest}: manifest is missing; check the path, or write it first")
 
 
@@ -214,7 +216,8 @@ def _arrays(
             for s in batch
         ]
         refused: dict[int, str] = {}
-        encodings = tokenizer.encode_batch([s.turns for s in batch], rows, refused.__setitem__)
+        variables = [s.variables for s in batch]
+        encodings = tokenizer.encode_batch([s.turns for s in batch], rows, refused.__setitem__, variables)
         for number, (sample, encoded) in enumerate(zip(batch, encodings, strict=True)):
             count, of_sample = len(encoded.ids), f"sample '{sample.id}'"
             if max_tokens is not None and count > max_tokens:
@@ -228,6 +231,7 @@ def _arrays(
             loss += np.ascontiguousarray(encoded.loss, bool).data
             lengths.append(count)
             labels.append(int(encoded.loss.sum()))
+            faults.unlearnt += encoded.unlearnt
             for name, processor in processors.items():
                 if processor.field in encoded.starts:
                     starts[name].append(encoded.starts[processor.field])

@@ -82,6 +82,8 @@ class DatasetIndex:
     """Longer samples are faults, found when the index is built or, if it is not measured, when a sample is decoded."""
     left_out: int = 0
     """Number of samples of the manifests that were left out because of the media they hold."""
+    unlearnt: int = 0
+    """Number of earlier answers that are not learnt, as the chat template takes text out of them."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -157,4 +159,5 @@ def load_index(folder: Path, media_folder: Path) -> DatasetIndex:
         measured=measured,
         max_tokens=header["settings"]["max_tokens"],
         left_out=header.get("left_out", 0),
+        unlearnt=header.get("unlearnt", 0),
     )

@@ -15,7 +15,7 @@ from torch import nn
 
 from hetero_strategy.data.build_index import DatasetIndex, Verify, build_index
 from hetero_strategy.data.manifest import PathLike, manifest_paths
-from hetero_strategy.data.media import Media
+from hetero_strategy.data.media import Media, TargetProcessor
 from hetero_strategy.data.processors import processors_of
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, is_whole
@@ -281,7 +281,12 @@ class MultimodalDataModule(L.LightningDataModule):
                 **self._index_options,
             )
             where = ", ".join(map(str, manifests))
-            check_limits(index, where, self._limits, self._item_limits, self.balance.budget)
+            fillers = {
+                name: f"placeholders={{'{processor.field}': '{self.tokenizer.eos}'}}"
+                for name, processor in self.processors.items()
+                if not isinstance(processor, TargetProcessor)
+            }
+            check_limits(index, where, self._limits, self._item_limits, self.balance.budget, fillers)
             self.indices[split] = index
             say_left_out(index, split, self.leave_out)
         return self.indices.get(split)
