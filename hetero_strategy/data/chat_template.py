@@ -5,9 +5,8 @@ special tokens in the former are tokens, in the latter they are text. The loss i
 template writes behind it, with which an instruct model ends its turn. What it writes around the true texts is compared.
 
 A template may look into answers: those of reasoning models take the reasoning out of earlier ones, and calls of
-functions are written in words of the template. Then an answer is what the conversation up to it has more than the
-conversation up to the prompt for it, if both begin the whole conversation. Earlier answers of which that is not so are
-not learnt.
+functions are written in words of the template. Then an answer is what stands between the prompt for it and what would
+follow any other answer. Earlier ones that the template shortens, or whose prompt differs, are not learnt.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ class ChatTemplate:
         for turn, text, rest in zip(turns, texts, between[1:], strict=True):
             learn = turn.role == "gpt" and turn.learnt
             pieces.append(Written(text, False, learn))
-            pieces += self._ending(rest) if learn else self.added(rest)
+            pieces += self.ending(rest) if learn else self.added(rest)
         return pieces
 
     def looks_special(self, text: str) -> bool:
@@ -169,7 +168,7 @@ class ChatTemplate:
         parts = self._tokens.split(text) if self._tokens else [text]
         return [Written(part, bool(n % 2), False) for n, part in enumerate(parts) if part]
 
-    def _ending(self, text: str) -> list[Written]:
+    def ending(self, text: str) -> list[Written]:
         """What follows an answer: up to the first token it is learnt."""
         pieces = self.added(text)
         end = next((n for n, piece in enumerate(pieces) if piece.token), None)
@@ -184,10 +183,10 @@ class _Talk:
     def __init__(self, template: ChatTemplate, turns: Sequence[Turn], variables: Mapping[str, Any]) -> None:
         self.template, self.turns, self.variables = template, turns, variables
 
-    def rendered(self, texts: Sequence[str] | None = None, prompt: bool = False) -> str:
+    def rendered(self, texts: Sequence[str] | None = None) -> str:
         """Return the whole conversation, or with other texts in its turns."""
         turns = self.turns if texts is None else [replace(t, text=s) for t, s in zip(self.turns, texts, strict=True)]
-        return self.up_to(turns, prompt)
+        return self.up_to(turns)
 
     def up_to(self, turns: Sequence[Turn], prompt: bool = False) -> str:
         """Return some turns as they begin a conversation, with the prompt for the next answer if so wanted."""
@@ -201,17 +200,17 @@ class _Talk:
         """
         for key, value in self.variables.items():
             rest = {name: other for name, other in self.variables.items() if name != key}
-            if self.rendered() == self.template.rendered(self.turns, **rest):
+            if self._gives(self.rendered(), self.turns, rest):
                 raise DataError(f"has '{key}', which {_UNWRITTEN}")
             self._check_text(f"'{key}'", value)
         for number, turn in enumerate(self.turns):
             for key in SAID:
                 if key not in turn.extra or (key == "name" and turn.role == "tool"):  # which says whose answer it is
                     continue
-                before, rest = self.turns[:number], {name: one for name, one in turn.extra.items() if name != key}
-                if self.up_to([*before, turn]) == self.up_to([*before, replace(turn, extra=rest)]):
-                    raise DataError(f"turn {number} has '{key}', which {_UNWRITTEN}")
-                self._check_text(f"turn {number}, '{key}',", turn.extra[key])
+                before = self.turns[:number]
+                if self._gives(self.up_to([*before, turn]), [*before, _without(turn, key)], self.variables):
+                    raise DataError(f"turn {number + 1} ({turn.role}) has '{key}', which {_UNWRITTEN}")
+                self._check_text(f"turn {number + 1} ({turn.role}), '{key}',", turn.extra[key])
 
     def _check_text(self, what: str, value: Any) -> None:
         for text in texts_of(value):
@@ -225,55 +224,87 @@ class _Talk:
             DataError: the template changes the last answer that is to be learnt, so that none would be.
         """
         for number, turn in enumerate(self.turns):
-            self._check_text(f"turn {number}, which the chat template changes,", turn.text)
+            self._check_text(f"turn {number + 1} ({turn.role}), which the chat template changes,", turn.text)
         whole = self.rendered()
         learnt = [number for number, turn in enumerate(self.turns) if turn.role == "gpt" and turn.learnt]
-        spans = [span for number in learnt if (span := self._span(number, whole)) is not None]
-        if learnt and self._span(learnt[-1], whole) is None:
+        spans = [self._span(number, whole) for number in learnt]
+        if spans and spans[-1] is None:
             raise DataError(
                 f"the chat template changes turn {learnt[-1] + 1}, the last that is to be learnt, for what is in it or"
                 " follows it, such as reasoning in <think>; write turns as the template leaves them, or take one that"
                 " does not"
             )
         pieces, end = list[Written](), 0
-        for first, last in spans:
+        for first, last in filter(None, spans):
             pieces += self.template.added(whole[end:first])
             pieces += [piece._replace(learn=True) for piece in self.template.added(whole[first:last])]
             end = last
-        return Conversed(_joined([*pieces, *self.template.added(whole[end:])]), len(learnt) - len(spans))
+        return Conversed(_joined([*pieces, *self.template.added(whole[end:])]), spans.count(None))
 
     def _span(self, number: int, whole: str) -> tuple[int, int] | None:
-        """First and last character of an answer with the token that ends it; None: the template changes it later.
+        """First and last character of an answer with the token that ends it; None: the template leaves words of it out.
 
         For example, with the turns ``2+2?`` and ``4``::
 
             <user>2+2?<end>                    the turns before
             <user>2+2?<end><assistant>         with the prompt for the answer
-            <user>2+2?<end><assistant>4<end>   with the answer, of which 4<end> is learnt
+            <user>2+2?<end><assistant>4<end>   the whole, of which 4<end> is learnt
         """
         turn = self.turns[number]
+        said = [key for key in SAID if key in turn.extra]
         try:
             before = self.up_to(self.turns[:number]) if number else ""
             prompted = self.up_to(self.turns[:number], prompt=True) if number else ""
-            after = self.up_to(self.turns[: number + 1]).rstrip()
+            head, rest = self._around(number, before, whole)
         except DataError:
             return None
-        if prompted == before:  # the template has no prompt: what it writes before any answer
-            prompted = self.up_to([*self.turns[:number], Turn("gpt", "\ue000")]).partition("\ue000")[0]
-        first = next(
-            (n for n, (one, two) in enumerate(zip(prompted, whole, strict=False)) if one != two), len(prompted)
-        )
-        if not whole.startswith(after) or first < len(before):
+        last = len(whole) - len(rest)
+        if not (whole.startswith(before) and whole.endswith(rest) and len(before) <= last):
             return None
-        if _solid(turn.text) not in _solid(after[len(before) :]):
+        if not said and whole.startswith(head) and whole[len(head) : last].strip() == turn.text.strip():
+            first = len(head)
+        else:
+            pairs = enumerate(zip(prompted if prompted != before else head, whole, strict=False))
+            first = next((place for place, (one, two) in pairs if one != two), len(prompted))
+        if _solid(turn.text) not in _solid(whole[len(before) : last]):
             return None
-        tokens = self.template.added(after[first:])
-        while tokens and not tokens[-1].token:
-            if tokens.pop().text.strip():
-                raise DataError(_ENDLESS)
-        if not tokens:
-            raise DataError(_ENDLESS)
-        return first, first + sum(len(piece.text) for piece in tokens)
+        if any(self._gives(whole, self._with(number, _without(turn, key)), self.variables) for key in said):
+            return None
+        return first, last + sum(len(piece.text) for piece in self.template.ending(rest) if piece.learn)
+
+    def _around(self, number: int, before: str, whole: str) -> tuple[str, str]:
+        """What stands before any text of an answer, and what follows this one, beginning with the token that ends it.
+
+        Raises:
+            DataError: the template refuses another answer in its place, and changes it later.
+        """
+        turn = self.turns[number]
+        plain = replace(turn, text="\ue000", extra={k: v for k, v in turn.extra.items() if k not in SAID})
+        try:
+            other = self.up_to(self._with(number, plain))
+        except DataError:  # as an answer without its call of a function would come twice in turn
+            after = self.up_to(self.turns[: number + 1]).rstrip()
+            tokens = [piece.text for piece in self.template.added(after[len(before) :])]
+            if not tokens or not whole.startswith(after):
+                raise
+            return before, whole[len(after) - len(tokens[-1]) :]
+        head, _, rest = other.partition("\ue000")
+        return head, rest
+
+    def _with(self, number: int, turn: Turn) -> list[Turn]:
+        """All turns, one of them another."""
+        return [*self.turns[:number], turn, *self.turns[number + 1 :]]
+
+    def _gives(self, text: str, turns: Sequence[Turn], variables: Mapping[str, Any]) -> bool:
+        """Whether the template makes a text of some turns; where it refuses them, it does not."""
+        try:
+            return self.template.rendered(turns, **variables) == text
+        except DataError:
+            return False
+
+
+def _without(turn: Turn, key: str) -> Turn:
+    return replace(turn, extra={name: value for name, value in turn.extra.items() if name != key})
 
 
 def read_template(chat_template: str, folder: Path) -> str:

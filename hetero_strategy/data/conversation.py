@@ -267,12 +267,10 @@ class _Reader:
         if media_field in self.drawn and False in in_text:
             self.problems.append(f"{mark} stands in a question; what a generator draws can only be part of answers")
         elif media_field not in self.drawn and True in in_text:
-            self.problems.append(
-                f"{mark} stands in an answer; items can only be part of questions; write \\{mark} if it is text"
-            )
+            self.problems.append(f"{mark} stands in an answer; items can only be part of questions; {_escaped(mark)}")
         elif (marks := sum(path is None for path in placed)) != len(names):
             count = f"{marks} {mark} in the conversation but {len(names)} paths in '{key}'"
-            self.problems.append(f"{count}; write \\{mark} where it is text" if marks > len(names) else count)
+            self.problems.append(f"{count}; {_escaped(mark)}" if marks > len(names) else count)
         rest = iter(names)
         return tuple(next(rest, "") if path is None else path for path in placed)
 
@@ -342,6 +340,10 @@ def _field_of(part: Mapping[str, Any], fields: Sequence[str]) -> str | None:
 def _is_file(value: Any) -> bool:
     """Whether it is a file as the `datasets` library stores pictures and recordings, but without its bytes."""
     return isinstance(value, dict) and "path" in value and value.get("bytes") is None
+
+
+def _escaped(mark: str) -> str:
+    return f"where it is text, write \\{mark}, which is \\\\{mark} in JSON"
 
 
 def _no_path(value: Any) -> str:
