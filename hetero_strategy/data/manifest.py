@@ -12,8 +12,8 @@ manifest lies, or to a given media folder. The n-th ``<image>`` of the conversat
 stands in answers: ``"draw": "d.png"`` and ``{"from": "gpt", "value": "Here: <draw>"}``. The format is that of LLaVA's
 training code (Liu et al. 2023). A data set is one manifest or several.
 
-Keys of samples and turns that change what is learnt are read, given to the chat template, or refused by name. All
-others, such as ``source`` or ``score``, are ignored.
+Keys that change what is learnt are read, given to the chat template, or refused by name: see
+:data:`~hetero_strategy.data.conversation.SAID`. All others, such as ``source`` or ``score``, are ignored.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _parse(
         if any(holds(entry, name) for name in leave_out):
             faults.left_out += 1
             continue
-        name = str(entry.get("id", line)).encode(errors="backslashreplace").decode()
+        name = str(line if entry.get("id") is None else entry["id"]).encode(errors="backslashreplace").decode()
         said = read_conversation(entry, fields, answers, drawn, problems)
         texts = (text for turn in said.turns for text in (turn.text, *texts_of(turn.extra)))
         try:

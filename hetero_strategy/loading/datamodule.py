@@ -47,14 +47,14 @@ Manifests = PathLike | Sequence[PathLike]
 
 
 class MultimodalDataModule(L.LightningDataModule):
-    """LLaVA-style manifests as global batches of a multimodal LLM.
+    """Manifests as global batches of a multimodal LLM.
 
     Under `HeteroStrategy` every rank loads only what its instances compute; on one process it loads everything. The
     global batches are the same in both cases.
 
     Args:
-        train, val, test, predict: a manifest (``.json`` or ``.jsonl``) or a list of them, each optional; see
-            `data.manifest`. Samples of ``predict`` need no answer.
+        train, val, test, predict: a manifest (JSON, parquet or a folder of the datasets library) or a list of them,
+            each optional; see `data.manifest`. Samples of ``predict`` need no answer.
         model: the model that is trained, or a function that makes it, called here once without making values. Nothing
             but its modules, edges and processors is read.
         tokenizer: a ``tokenizer.json``, or the folder it lies in.
@@ -83,7 +83,7 @@ class MultimodalDataModule(L.LightningDataModule):
             named, workers replaced.
         max_skipped: samples of an epoch that may be skipped; default: 1%, at least 10.
         leave_out: media fields; their samples are left out (``indices[split].left_out``), else refused where unread.
-        media_folder: what media paths are relative to; default: each manifest's folder.
+        media_folder: what media paths are relative to; default: the folder in which each manifest lies.
         cache_folder: where indices lie; default: ``.hetero_index`` beside a split's (first) manifest.
         verify, max_tokens: see `build_index`.
         bos, eos, placeholders, chat_template: see `ChatTokenizer`.
