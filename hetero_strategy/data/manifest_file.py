@@ -18,7 +18,7 @@ ENCODING = "utf-8-sig"
 """UTF-8, with or without the byte order mark that editors and shells of Windows put before it."""
 
 SPLITS = ("train", "val", "test", "dev", "eval")
-"""Words with which names of files begin that are parts of different data sets."""
+"""Words with which names of files or of their folders begin that are parts of different data sets."""
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz")
 
@@ -55,8 +55,11 @@ def read_entries(path: Path, fault: Fault) -> Iterator[tuple[int, Any]]:
 
 
 def files_of(manifest: Path) -> list[Path]:
-    """Files whose bytes are the contents of a manifest: itself, or those in its folder."""
-    return sorted(file for file in manifest.rglob("*") if file.is_file()) if manifest.is_dir() else [manifest]
+    """Files whose bytes are the contents of a manifest: itself, or those of its folder that are read."""
+    if not manifest.is_dir():
+        return [manifest]
+    saved = (file for file in manifest.iterdir() if file.suffix in (".arrow", ".json"))
+    return sorted(manifest.rglob("*.parquet")) or sorted(saved)
 
 
 def _json(path: Path, fault: Fault) -> Iterator[tuple[int, Any]]:
@@ -97,8 +100,9 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
     import datasets
     import pyarrow.parquet
 
-    files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
-    splits = sorted({word for file in files for word in SPLITS if file.stem.startswith(word)})
+    files = [file for file in files_of(path) if file.suffix.lower() == ".parquet"]
+    names = [name for file in files for name in file.relative_to(path).parts]
+    splits = sorted({word for name in names for word in SPLITS if name.startswith(word)})
     if len(splits) > 1:
         raise DataError(f"{path}: its files are of several splits, {', '.join(splits)}; give a list of files instead")
     try:

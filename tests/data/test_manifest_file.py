@@ -46,8 +46,9 @@ def test_empty_columns_are_absent(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"splits: a folder of several data sets; give one of .*splits/train, .*/test"):
         read(tmp_path / "splits")
     (tmp_path / "hub").mkdir()
-    for split in ("train", "test"):
-        rows.to_parquet(tmp_path / "hub" / f"{split}-00000-of-00001.parquet")
+    for name in ("train-00000-of-00001.parquet", "test/0000.parquet"):
+        (tmp_path / "hub" / name).parent.mkdir(exist_ok=True)
+        rows.to_parquet(tmp_path / "hub" / name)
     with pytest.raises(DataError, match="hub: its files are of several splits, test, train; give a list of files"):
         read(tmp_path / "hub")
 
@@ -64,6 +65,8 @@ def test_an_index_is_of_all_files_of_a_folder(digits: Path, tmp_path: Path) -> N
         index = build_index(folder, ChatTokenizer(digits), {}, progress=False)
         assert len(index) == 2 * count and index.folder.parent == tmp_path / ".hetero_index"
         names.add(index.folder.name)
+        (folder / "notes.txt").touch()  # which is not read
+        assert build_index(folder, ChatTokenizer(digits), {}, progress=False).folder == index.folder
     assert len(names) == 2 and files_of(folder) == [folder / "1.parquet", folder / "2.parquet"]
 
 
