@@ -266,8 +266,9 @@ class _Talk:
         if not said and whole.startswith(head) and whole[len(head) : last].strip() == turn.text.strip():
             first = len(head)
         else:
-            pairs = enumerate(zip(prompted if prompted != before else head, whole, strict=False))
-            first = next((place for place, (one, two) in pairs if one != two), len(prompted))
+            prompt = prompted if prompted != before else head
+            pairs = enumerate(zip(prompt, whole, strict=False))
+            first = next((place for place, (one, two) in pairs if one != two), len(prompt))
         if _solid(turn.text) not in _solid(whole[len(before) : last]):
             return None
         if any(self._gives(whole, self._with(number, _without(turn, key)), self.variables) for key in said):

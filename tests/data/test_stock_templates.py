@@ -193,6 +193,16 @@ def test_where_earlier_reasoning_is_taken_out_the_last_answer_is_learnt(
         encoded(tokenizer, talk)
 
 
+def test_a_template_without_a_prompt_has_one_in_what_it_writes_before_any_answer(tmp_path: Path) -> None:
+    tokenizer_of(tmp_path, "qwen")
+    answer = "{{ m.reasoning or '' }}{{ m.content }}<|im_end|>"
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + answer + "{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = ChatTokenizer(tmp_path, chat_template="auto")
+    found = encoded(tokenizer, [ASKED, {"role": "assistant", "content": "A", "reasoning": "r "}])
+    assert learnt(tokenizer, found) == ["r A<|im_end|>"]
+
+
 def test_an_index_counts_answers_that_are_not_learnt(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, "qwen")
     answer = {"role": "assistant", "content": "<think>\nr\n</think>\n\na"}
