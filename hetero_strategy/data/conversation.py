@@ -50,6 +50,7 @@ UNREAD = ("chat_template_kwargs", "train_detail", "training_detail")
 SHOWN = 10
 """Keys or faults that one error names."""
 
+_FILES = (*MEDIA_FIELDS, *(f"{media_field}s" for media_field in MEDIA_FIELDS))
 _SPELLING = ("from", "value", "role", "content", *LEARNT)
 
 
@@ -170,7 +171,7 @@ class _Reader:
         role_name, content = said.get("from", said.get("role")), said.get("value", said.get("content"))
         extra = {key: value for key, value in said.items() if key not in _SPELLING}
         self.calls(name, extra)
-        if content is None and extra.get("tool_calls"):
+        if content is None and not extra.keys().isdisjoint(SAID):
             content = ""
         if not isinstance(role_name, str) or not isinstance(content, str | list):
             spellings = "an object with the texts 'from' and 'value', or 'role' and 'content'"
@@ -179,9 +180,9 @@ class _Reader:
         if (role := ROLES.get(role_name)) is None:
             self.problems.append(f"{name} is from {role_name!r}; use one of {', '.join(ROLES)}")
             return None
-        for key in UNREAD:
-            if key in extra:
-                self.problems.append(f"{name} has '{key}', which nothing reads; leave it out")
+        for key in sorted(extra.keys() & {*UNREAD, *_FILES}):
+            fix = "name files in the sample or in parts of the content" if key in _FILES else "leave it out"
+            self.problems.append(f"{name} has '{key}', which nothing reads there; {fix}")
         if role_name in CALLS and isinstance(content, str):
             extra, content = {**extra, "tool_calls": self.called(name, content)}, ""
         text = self.parts(name, content) if isinstance(content, list) else self.text(content)
@@ -375,6 +376,6 @@ def texts_of(value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping):
         for key, one in value.items():
             yield from (str(key), *texts_of(one))
-    elif isinstance(value, Sequence):
+    elif isinstance(value, list | tuple):
         for one in value:
             yield from texts_of(one)

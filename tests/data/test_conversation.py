@@ -93,6 +93,8 @@ def test_parts_stand_in_their_order() -> None:
     ]
     for part, words in wrong:
         assert words in fault(messages=[{"role": "user", "content": [part]}, ANSWER])
+    in_turn = {"role": "user", "content": "q", "images": ["a.png"]}
+    assert "turn 0 has 'images', which nothing reads there; name files in the" in fault(messages=[in_turn, ANSWER])
 
 
 def test_files_without_a_tag_begin_the_first_question() -> None:
@@ -131,6 +133,8 @@ def test_calls_of_functions_have_one_form() -> None:
     assert "a call of a function must be an object with its 'name', found 'f(1)'" in fault(
         messages=[{"from": "function_call", "value": "f(1)"}]
     )
+    thought = {"role": "assistant", "content": None, "reasoning_content": "r"}
+    assert "turn 0: the answer is empty, so there is nothing to learn" in fault(messages=[thought])
     tools = [{"name": "f"}]
     wrapped = [{"type": "function", "function": tools[0]}]
     for given in (tools, wrapped, '[{"name": "f"}]', ['{"name": "f"}']):
