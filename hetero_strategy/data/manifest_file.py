@@ -120,8 +120,8 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
     except (OSError, ValueError) as error:  # pyarrow's errors are of these
         raise DataError(f"{path}: cannot be read: {error}") from None
     if isinstance(saved, datasets.DatasetDict):
-        names = ", ".join(str(path / split) for split in saved)
-        raise DataError(f"{path}: a folder of several data sets; give one of {names}")
+        parts = ", ".join(str(path / split) for split in saved)
+        raise DataError(f"{path}: a folder of several data sets; give one of {parts}")
     for table in saved.with_format("arrow").iter(BATCH):
         yield from table.to_pylist()
 
