@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from hetero_strategy.data.build_index import DatasetIndex
-from hetero_strategy.data.manifest import MEDIA_FIELDS
+from hetero_strategy.data.conversation import MEDIA_FIELDS
 from hetero_strategy.data.media import Media
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError, HeteroError, hint, is_whole

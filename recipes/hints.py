@@ -8,7 +8,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
 from hetero_strategy.errors import hint
@@ -35,13 +35,18 @@ def _text(group: str, name: str) -> str:
 
 
 def explained(error: HydraException, conf: str, arguments: Sequence[str], saved: DictConfig | None) -> str:
-    """Hydra's message; for a field that does not exist, with the one that was probably meant.
+    """Hydra's message; for a field that does not exist, with the one that was probably meant, and for a value that
+    hydra's grammar does not take, with the quotes that it needs.
 
     Args:
         conf: folder of configuration files.
         arguments: of the command line, the program first.
         saved: configuration of the run that the command line names.
     """
+    if isinstance(error, OverrideParseException):
+        key, _, value = error.override.partition("=")
+        quoted = f"""'{key}="{value}"'"""
+        return f"{error.override}: hydra cannot read this; paths with = ( ) ~ and the like need quotes: {quoted}"
     found = re.search(r"Could not override '([^']+)'", str(error))
     if found is None:
         return str(error).split("Config search path")[0].strip()

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 
 from hetero_strategy.data.build_index import DatasetIndex
-from hetero_strategy.data.manifest import placeholder
+from hetero_strategy.data.conversation import placeholder
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.loading.batch import Batch

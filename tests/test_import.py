@@ -12,6 +12,7 @@ import pytest
 
 import hetero_strategy
 from hetero_strategy import AudioProcessor, BalanceConfig, BalanceMonitor, TimelineMonitor, titan_llama
+from hetero_strategy.data.manifest_file import read_entries
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading import ray_pool
 from hetero_strategy.monitor import wandb_logger
@@ -20,7 +21,7 @@ from hetero_strategy.zoo import titan
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "lightning", "transformers", "matplotlib", "scipy", "PIL")
 """Not with the package itself."""
-OPTIONAL = ("hydra", "wandb", "ray", "sklearn", "cvxpy", "soundfile", "torchtitan")
+OPTIONAL = ("hydra", "wandb", "ray", "sklearn", "cvxpy", "soundfile", "torchtitan", "datasets")
 """Not with any of its names either: what needs one of them brings it in."""
 
 
@@ -77,6 +78,7 @@ def test_pages_import_what_the_package_exports() -> None:
         ("matplotlib", "plots", lambda: BalanceMonitor()),
         ("cvxpy", "planner", lambda: BalanceConfig(rearrange="ilp")),
         ("ray", "ray", lambda: ray_pool._ray()),
+        ("datasets", "datasets", lambda: next(read_entries(Path("a.parquet"), lambda number, message: None))),
         ("wandb", "recipes", lambda: wandb_logger()),
     ],
 )

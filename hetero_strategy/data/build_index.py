@@ -31,6 +31,7 @@ from hetero_strategy.data.dataset_index import DatasetIndex as DatasetIndex
 from hetero_strategy.data.dataset_index import load_index
 from hetero_strategy.data.faults import check_skipped, counts, list_path, write_list
 from hetero_strategy.data.manifest import Faults, PathLike, Sample, manifest_paths, parse_manifests
+from hetero_strategy.data.manifest_file import files_of
 from hetero_strategy.data.media import Media, TargetProcessor, of_items, too_long
 from hetero_strategy.data.media_file import shortened
 from hetero_strategy.data.tokenizer import ChatTokenizer
@@ -114,7 +115,7 @@ def build_index(
     caches = Path(cache_folder) if cache_folder is not None else paths[0].parent / ".hetero_index"
 
     def stored(settings: Mapping[str, Any]) -> Path:
-        key = _key(settings, *paths, tokenizer.path)
+        key = _key(settings, *(file for path in paths for file in files_of(path)), tokenizer.path)
         return caches.absolute() / f"{paths[0].stem}-{key}"  # a Ray actor has another working directory
 
     whole = target = stored(settings)
@@ -140,6 +141,7 @@ def build_index(
         widths = [len(processor.size_names) for processor in processors.values()]
         header: dict[str, Any] = {"settings": skipping if skipped else settings, "samples": kept}
         header |= {"modules": list(processors), "widths": widths, "left_out": faults.left_out, "skipped": skipped}
+        header["unlearnt"] = faults.unlearnt
         _write(target, arrays, header | {"largest_id": int(arrays["ids"].max(initial=-1))})
     index = load_index(target, folder)
     check_skipped(paths, len(index), index.skipped, max_skipped, f"all are listed in {list_path(target)}")
@@ -184,7 +186,7 @@ def _check(manifests: Sequence[Path], processors: Mapping[str, Media], verify: s
             " needed, so there is nothing to verify; leave verify out, or measure"
         )
     for manifest in manifests:
-        if not manifest.is_file():
+        if not manifest.exists():
             raise DataError(f"{manifest}: manifest is missing; check the path, or write it first")
 
 
@@ -265,7 +267,8 @@ def _arrays(
             for s in batch
         ]
         refused: dict[int, str] = {}
-        encodings = tokenizer.encode_batch([s.turns for s in batch], rows, refused.__setitem__)
+        variables = [s.variables for s in batch]
+        encodings = tokenizer.encode_batch([s.turns for s in batch], rows, refused.__setitem__, variables)
         for number, (sample, encoded) in enumerate(zip(batch, encodings, strict=True)):
             count, kind, fault = len(encoded.ids), "too long", ""
             if max_tokens is not None and count > max_tokens:
@@ -284,6 +287,7 @@ def _arrays(
             loss += np.ascontiguousarray(encoded.loss, bool).data
             lengths.append(count)
             labels.append(int(encoded.loss.sum()))
+            faults.unlearnt += encoded.unlearnt
             for name, processor in processors.items():
                 if processor.field in encoded.starts:
                     starts[name].append(encoded.starts[processor.field])

@@ -84,6 +84,8 @@ class DatasetIndex:
     """Number of samples of the manifests that were left out because of the media they hold."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Kind of fault -> number of samples that were left out because of it, with ``on_error="skip"``."""
+    unlearnt: int = 0
+    """Number of earlier answers that are not learnt, as the chat template takes text out of them."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -160,4 +162,5 @@ def load_index(folder: Path, media_folder: Path) -> DatasetIndex:
         max_tokens=header["settings"]["max_tokens"],
         left_out=header.get("left_out", 0),
         skipped=header.get("skipped", {}),
+        unlearnt=header.get("unlearnt", 0),
     )

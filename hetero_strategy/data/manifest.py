@@ -1,57 +1,36 @@
-"""Manifests: what a data set holds, in LLaVA's JSON format. Pure Python.
+"""Manifests: the samples of a data set. Pure Python, but for parquet and folders of the `datasets` library.
 
-A manifest is a JSON list, or JSON lines (``.jsonl``), of samples::
+A manifest is a list of samples, in one of the files of :mod:`hetero_strategy.data.manifest_file`, in LLaVA's format::
 
     {"id": "42", "image": ["a.png", "b.png"], "audio": "c.wav",
      "conversations": [{"from": "human", "value": "<image> and <image> with <audio>?"},
                        {"from": "gpt", "value": "..."}]}
 
-Paths are relative to their manifest's folder or to a given media folder. The n-th ``<image>`` of the conversation
-stands for the n-th path of ``image``, and likewise for every other field. What encoders read stands in questions, and
-what a generator is to make stands in answers: ``"draw": "d.png"`` and ``{"from": "gpt", "value": "Here: <draw>"}``. The
-format is that of LLaVA's training code (Liu et al. 2023). A data set is one manifest or several.
+or with OpenAI's ``messages`` (:mod:`hetero_strategy.data.conversation`). Paths are relative to the folder in which the
+manifest lies, or to a given media folder. The n-th ``<image>`` of the conversation stands for the n-th path of
+``image``, and likewise for every other field. What encoders read stands in questions, and what a generator is to make
+stands in answers: ``"draw": "d.png"`` and ``{"from": "gpt", "value": "Here: <draw>"}``. The format is that of LLaVA's
+training code (Liu et al. 2023). A data set is one manifest or several.
+
+Keys that change what is learnt are read, given to the chat template, or refused by name: see
+:data:`~hetero_strategy.data.conversation.SAID`. All others, such as ``source`` or ``score``, are ignored.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from hetero_strategy.data.conversation import SHOWN, Turn, holds, read_conversation, texts_of
 from hetero_strategy.data.faults import FaultySample
+from hetero_strategy.data.manifest_file import read_entries
 from hetero_strategy.errors import ConfigError, DataError
 
-ROLES = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt", "system": "system"}
-"""Role names in manifests -> the three roles."""
-
-MEDIA_FIELDS = ("image", "audio", "video", "draw")
-"""Fields that hold media by convention. Where no module reads them they are refused, not ignored."""
-
-ENCODING = "utf-8-sig"
-"""UTF-8, with or without the byte order mark that editors and shells of Windows put before it."""
-
 PathLike = str | Path
-
-SHOWN = 10
-"""Faults that one error names."""
-
-
-def placeholder(media_field: str) -> str:
-    """The text that stands for one item of a field: ``<image>`` for ``image``."""
-    return f"<{media_field}>"
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One turn of a conversation."""
-
-    role: str
-    """``human``, ``gpt`` or ``system``."""
-    text: str
 
 
 @dataclass(frozen=True)
@@ -63,7 +42,9 @@ class Sample:
     id: str
     turns: tuple[Turn, ...]
     items: Mapping[str, tuple[str, ...]]
-    """Media field -> paths, in placeholder order."""
+    """Media field -> paths, in the order of the items in the turns."""
+    variables: Mapping[str, Any]
+    """``tools`` and other values that a chat template reads."""
 
 
 @dataclass
@@ -74,6 +55,8 @@ class Faults:
     messages: list[FaultySample] = field(default_factory=list)
     left_out: int = 0
     """Number of samples left out because they hold media that the caller excludes."""
+    unlearnt: int = 0
+    """Number of answers that are not learnt because the chat template shortens them in what follows."""
 
     def add(self, position: tuple[int, int], message: str, **more: Any) -> None:
         """Note one fault of the sample at a position; ``more``: other fields of a :class:`FaultySample`."""
@@ -110,7 +93,8 @@ def manifest_paths(name: str, given: PathLike | Sequence[PathLike] | None) -> tu
         return ()
     paths = [given] if isinstance(given, str | os.PathLike) else given
     if not (isinstance(paths, Sequence) and paths and all(isinstance(path, str | os.PathLike) for path in paths)):
-        raise ConfigError(f"{name} is {given!r}; give a manifest (.json or .jsonl), or a list of manifests")
+        kinds = ".json, .jsonl, .parquet or a folder of the datasets library"
+        raise ConfigError(f"{name} is {given!r}; give a manifest ({kinds}), or a list of manifests")
     return tuple(map(Path, paths))
 
 
@@ -162,117 +146,27 @@ def _parse(
     drawn: Sequence[str],
     leave_out: Sequence[str],
 ) -> Iterator[Sample]:
-    for line, entry in _entries(path, number, faults):
+    def fault(line: int, message: str) -> None:
+        faults.add((number, line), message)
+
+    for line, entry in read_entries(path, fault):
         position, problems = (number, line), list[str]()
         if not isinstance(entry, dict):
             faults.add(position, f"entry {line}: expected an object, found {type(entry).__name__}")
             continue
-        if any(entry.get(name) for name in leave_out):
+        if any(holds(entry, name) for name in leave_out):
             faults.left_out += 1
             continue
-        name = str(entry.get("id", line)).encode(errors="backslashreplace").decode()
-        turns = _turns(entry.get("conversations"), answers, problems)
-        if entry.get("system"):  # as ShareGPT's format has it; the language model would never see it
-            problems.append('has \'system\', which nothing reads; make it the first turn: {"from": "system", ...}')
-        items = _items(entry, turns, fields, drawn, problems)
+        name = str(line if entry.get("id") is None else entry["id"]).encode(errors="backslashreplace").decode()
+        said = read_conversation(entry, fields, answers, drawn, problems)
+        texts = (text for turn in said.turns for text in (turn.text, *texts_of(turn.extra)))
         try:
-            "".join((*(turn.text for turn in turns), *chain(*items.values()))).encode()
+            "".join(chain(texts, texts_of(said.variables), *said.items.values())).encode()
         except UnicodeEncodeError as error:
             half = ascii(error.object[error.start])
             problems.append(f"holds half a character, the lone surrogate {half}; write the manifest as UTF-8 anew")
         for problem in problems:
             faults.add(position, f"sample '{name}': {problem}", sample=name)
         if not problems:
-            yield Sample(position, name, turns, {f: tuple(os.path.join(folder, n) for n in items[f]) for f in items})
-
-
-def _entries(path: Path, manifest: int, faults: Faults) -> Iterator[tuple[int, Any]]:
-    try:
-        if path.suffix == ".jsonl":
-            with path.open(encoding=ENCODING) as file:
-                yield from _lines(file, manifest, faults)
-            return
-        entries = json.loads(path.read_text(encoding=ENCODING))
-    except FileNotFoundError:
-        raise DataError(f"{path}: manifest is missing; check the path, or write it first") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: manifest cannot be read as UTF-8 text: {error}") from None
-    except json.JSONDecodeError as error:
-        hint = "; JSON lines need the ending .jsonl" if error.msg == "Extra data" else ""
-        raise DataError(
-            f"{path}: line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}{hint}"
-        ) from None
-    except (ValueError, RecursionError) as error:  # a number too long, or brackets too deep
-        raise DataError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(entries, list):
-        raise DataError(f"{path}: expected a JSON list of samples, found {type(entries).__name__}")
-    yield from enumerate(entries)
-
-
-def _lines(file: Iterable[str], manifest: int, faults: Faults) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(file):
-        if line.strip():
-            try:
-                yield number, json.loads(line.rstrip("\n"))
-            except json.JSONDecodeError as error:
-                faults.add(
-                    (manifest, number), f"line {number + 1}: not valid JSON: {error.msg} at column {error.colno}"
-                )
-            except (ValueError, RecursionError) as error:  # a number too long, or brackets too deep
-                faults.add((manifest, number), f"line {number + 1}: cannot be read as JSON: {error}")
-
-
-def _turns(conversations: Any, answers: bool, problems: list[str]) -> tuple[Turn, ...]:
-    if not isinstance(conversations, list) or not conversations:
-        problems.append("'conversations' must be a list of at least one turn")
-        return ()
-    turns = []
-    for number, turn in enumerate(conversations):
-        if not isinstance(turn, dict) or not all(isinstance(turn.get(name), str) for name in ("from", "value")):
-            problems.append(f"turn {number} must be an object with the texts 'from' and 'value'")
-            continue
-        role = ROLES.get(turn["from"])
-        if role is None:
-            problems.append(f"turn {number} is from {turn['from']!r}; use one of {', '.join(ROLES)}")
-            continue
-        if role == "gpt" and answers and not turn["value"].strip():
-            problems.append(f"turn {number}: the answer is empty, so there is nothing to learn")
-        turns.append(Turn(role, turn["value"]))
-    if answers and not problems and not any(turn.role == "gpt" for turn in turns):
-        problems.append("no turn is from 'gpt', so there is nothing to learn")
-    return tuple(turns)
-
-
-def _items(
-    entry: Mapping[str, Any], turns: Sequence[Turn], fields: Sequence[str], drawn: Sequence[str], problems: list[str]
-) -> dict[str, tuple[str, ...]]:
-    items = {}
-    for media_field in MEDIA_FIELDS:
-        if entry.get(several := f"{media_field}s") and several not in fields:
-            problems.append(f"has '{several}', which nothing reads; call the field '{media_field}', which takes a list")
-    for media_field in dict.fromkeys((*fields, *MEDIA_FIELDS)):
-        value = entry.get(media_field)
-        names = [] if value is None or value == "" else [value] if isinstance(value, str) else value
-        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-            problems.append(f"'{media_field}' must be a path or a list of paths, found {value!r}")
-            continue
-        if media_field not in fields:
-            if names:
-                reader = "no generator draws" if media_field == "draw" else "no encoder reads"
-                problems.append(
-                    f"has '{media_field}', which {reader}; give a processor for it, drop the field, or leave such"
-                    f" samples out with leave_out=[{media_field}]"
-                )
-            continue
-        mark = placeholder(media_field)
-        marks = sum(turn.text.count(mark) for turn in turns)
-        answered = {turn.role == "gpt" for turn in turns if mark in turn.text}
-        if media_field in drawn and False in answered:
-            problems.append(f"{mark} stands in a question; what a generator draws can only be part of answers")
-        elif media_field not in drawn and True in answered:
-            problems.append(f"{mark} stands in an answer; items can only be part of questions")
-        elif marks != len(names):
-            problems.append(f"{marks} {mark} in the conversation but {len(names)} paths in '{media_field}'")
-        if names:
-            items[media_field] = tuple(names)
-    return items
+            items = {f: tuple(os.path.join(folder, n) for n in names) for f, names in said.items.items()}
+            yield Sample(position, name, said.turns, items, said.variables)

@@ -7,7 +7,8 @@ Without a chat template the form is the same for every model::
 A ``system`` turn is written like a human one. Every turn but the last is followed by a newline, a ``gpt`` turn first
 by ``<eos>``. The loss is on the text of ``gpt`` turns and their ``<eos>``, nothing else. Each piece of text between
 special tokens is tokenised on its own, so the mask is exact for any tokenizer. Text that merely looks like a special
-token is tokenised as text.
+token is tokenised as text, but for tokens that begin and end reasoning, such as ``<think>``, which are part of what a
+model says.
 
 With a chat template (:mod:`hetero_strategy.data.chat_template`) all text between two items is tokenised as a whole, and
 the loss is on tokens with any character of an answer or its end. Only where a turn's text looks like a special token it
@@ -16,6 +17,7 @@ is done in pieces, as above.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
@@ -25,8 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from hetero_strategy.data.chat_template import ChatTemplate, Written, read_json, read_template
-from hetero_strategy.data.manifest import Turn, placeholder
+from hetero_strategy.data.chat_template import ChatTemplate, Conversed, Written, read_json, read_template
+from hetero_strategy.data.conversation import ITEM_MARK, SAID, Turn, placeholder
 from hetero_strategy.errors import ConfigError, DataError
 
 USUAL = {
@@ -39,6 +41,10 @@ ELSEWHERE = ("bos_token", "eos_token", "pad_token")
 """Names of tokens that are looked for where they are chosen, or never, as nothing is padded."""
 
 
+THINKING = re.compile("think|thought|reason(ing)?[^a-z]", re.IGNORECASE)
+"""Special tokens that stand around reasoning: ``<think>``, ``[THINK]``, ``<|START_THINKING|>`` and the like."""
+
+
 class Encoded(NamedTuple):
     """One tokenised sample of T tokens."""
 
@@ -48,6 +54,8 @@ class Encoded(NamedTuple):
     """Whether each token is to be predicted, bool ``[T]``; the first one never is."""
     starts: dict[str, np.ndarray]
     """Media field -> position of each item's first row, int64 ``[items]``."""
+    unlearnt: int = 0
+    """Answers that are not learnt, as the chat template takes text out of them."""
 
 
 class ChatTokenizer:
@@ -83,7 +91,7 @@ class ChatTokenizer:
         if not self.path.is_file():
             raise ConfigError(f"tokenizer: {self.path} is missing; give a tokenizer.json or the folder that holds it")
         try:
-            self.tokenizer = Tokenizer.from_file(str(self.path))
+            self.tokenizer = _read(self.path)
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"tokenizer: {self.path} cannot be read: {error}") from None
         self.tokenizer.encode_special_tokens = True
@@ -149,28 +157,32 @@ class ChatTokenizer:
         conversations: Sequence[Sequence[Turn]],
         rows: Sequence[Mapping[str, Sequence[int]]],
         fault: Callable[[int, str], None] | None = None,
+        variables: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Encoded]:
         """Tokenise conversations.
 
         Args:
-            conversations: turns of each sample, with as many placeholders of a field as ``rows`` has counts.
-            rows: for each sample, media field -> rows of each of its items, in the order of the placeholders.
-            fault: is told the number of a conversation that the chat template refuses, which then has no tokens, and
-                why. None: the error is raised.
+            conversations: turns of each sample, with as many items of a field as ``rows`` has counts.
+            rows: for each sample, media field -> rows of each of its items, in the order in which they stand.
+            fault: is told the number of a conversation that cannot be written, which then has no tokens, and why. None:
+                the error is raised.
+            variables: for each sample, values beside its turns that the chat template reads, such as ``tools``.
 
         Raises:
             ConfigError: the tokenizer has no tokens for some text.
-            DataError: the chat template refuses a conversation.
+            DataError: the chat template, or without one the form above, cannot write a conversation.
         """
-        parts = []
-        for number, (turns, fields) in enumerate(zip(conversations, rows, strict=True)):
+        parts, unlearnt = [], []
+        for number, turns in enumerate(conversations):
             try:
-                parts.append(self._parts(turns, fields))
+                written = self._written(turns, variables[number] if variables else {})
             except DataError as error:
                 if fault is None:
                     raise
                 fault(number, str(error))
-                parts.append([])
+                written = Conversed([], 0)
+            parts.append(self._parts(written.pieces))
+            unlearnt.append(written.unlearnt)
         texts = [text for sample in parts for kind, text, _ in sample if kind == "text"]
         encodings = self._encodings(texts)
         self.tokenizer.encode_special_tokens = False
@@ -178,7 +190,7 @@ class ChatTokenizer:
         wholes = self._encodings(texts)
         self.tokenizer.encode_special_tokens = True
         encoded = []
-        for sample, fields in zip(parts, rows, strict=True):
+        for sample, fields, left in zip(parts, rows, unlearnt, strict=True):
             ids: list[int] = []
             loss: list[bool] = []
             starts: dict[str, list[int]] = {name: [] for name in fields}
@@ -200,7 +212,7 @@ class ChatTokenizer:
             mask = np.array(loss, bool)
             mask[:1] = False  # nothing comes before the first token, so nothing can predict it
             arrays = {name: np.array(start, np.int64) for name, start in starts.items()}
-            encoded.append(Encoded(np.array(ids, np.int32), mask, arrays))
+            encoded.append(Encoded(np.array(ids, np.int32), mask, arrays, left))
         return encoded
 
     def _encodings(self, texts: Sequence[str]) -> Iterator[Encoding]:
@@ -212,17 +224,27 @@ class ChatTokenizer:
                 " its vocabulary, such as WordLevel({'<unk>': 0, ...}, '<unk>')"
             ) from None
 
-    def _parts(self, turns: Sequence[Turn], fields: Mapping[str, Sequence[int]]) -> list[tuple[str, str, Any]]:
+    def _written(self, turns: Sequence[Turn], variables: Mapping[str, Any]) -> Conversed:
+        if self._template is not None:
+            return self._template.written(turns, variables)
+        keys = [key for turn in turns for key in SAID if key in turn.extra] + [*variables]
+        keys += [f"role {turn.role}" for turn in turns if turn.role == "tool"]
+        if keys:
+            raise DataError(
+                f"has '{keys[0]}', which only a chat template can write; give chat_template=auto, or make it part of"
+                " the texts"
+            )
+        return Conversed(self._plain(turns), 0)
+
+    def _parts(self, pieces: Sequence[Written]) -> list[tuple[str, str, Any]]:
         """Pieces as (``text``, ``token`` or ``item``; the text, token or field; whether it is learnt), or, in place of
         the first two, (``whole``; the text, tokens in it; first and last character of what is learnt of it).
         """
-        marks = {placeholder(name): name for name in fields}
-        pattern = re.compile("(" + "|".join(map(re.escape, marks)) + ")") if marks else None
-        parts = []
-        for text, token, learn in self._plain(turns) if self._template is None else self._template.written(turns):
-            for piece in pattern.split(text) if pattern and not token else [text]:
-                if piece in marks:
-                    parts.append(("item", marks[piece], False))
+        parts: list[tuple[str, str, Any]] = []
+        for text, token, learn in pieces:
+            for place, piece in enumerate(ITEM_MARK.split(text)):
+                if place % 2:
+                    parts.append(("item", piece, False))
                 elif piece:
                     parts.append(("token" if token else "text", piece, learn))
         if self._template is None or any(kind == "text" and self._template.looks_special(t) for kind, t, _ in parts):
@@ -274,11 +296,11 @@ class ChatTokenizer:
         """The conversation in the form that is the same for every model."""
         pieces = [] if self.bos is None else [Written(self.bos, True, False)]
         for number, turn in enumerate(turns):
-            learn = turn.role == "gpt"
+            answer = turn.role == "gpt"
             newline = "\n" if number + 1 < len(turns) else ""
-            pieces.append(Written(turn.text if learn else turn.text + newline, False, learn))
-            if learn:
-                pieces += [Written(self.eos, True, True), Written(newline, False, False)]
+            pieces.append(Written(turn.text if answer else turn.text + newline, False, answer and turn.learnt))
+            if answer:
+                pieces += [Written(self.eos, True, turn.learnt), Written(newline, False, False)]
         return pieces
 
     def _stock_token(self, name: str) -> str | None:
@@ -301,6 +323,17 @@ class ChatTokenizer:
                 f" ({', '.join(known[:12]) or 'none'}) or add it with Tokenizer.add_special_tokens and save"
             )
         return int(number)
+
+
+def _read(path: Path) -> Tokenizer:
+    """Read a tokenizer, in which special tokens of reasoning are ordinary ones, so that they are found in texts."""
+    tokenizer = Tokenizer.from_file(str(path))
+    if any(token.special and THINKING.search(token.content) for token in tokenizer.get_added_tokens_decoder().values()):
+        content = json.loads(tokenizer.to_str())
+        for token in content["added_tokens"]:
+            token["special"] = token["special"] and not THINKING.search(token["content"])
+        tokenizer = Tokenizer.from_str(json.dumps(content))
+    return tokenizer
 
 
 def _as_wholes(parts: Sequence[tuple[str, str, Any]], before: str) -> list[tuple[str, str, Any]]:

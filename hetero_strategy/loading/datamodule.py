@@ -15,7 +15,7 @@ from torch import nn
 
 from hetero_strategy.data.build_index import DatasetIndex, Verify, build_index
 from hetero_strategy.data.manifest import PathLike, manifest_paths
-from hetero_strategy.data.media import Media
+from hetero_strategy.data.media import Media, TargetProcessor
 from hetero_strategy.data.processors import processors_of
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, is_whole
@@ -47,14 +47,14 @@ Manifests = PathLike | Sequence[PathLike]
 
 
 class MultimodalDataModule(L.LightningDataModule):
-    """LLaVA-style manifests as global batches of a multimodal LLM.
+    """Manifests as global batches of a multimodal LLM.
 
     Under `HeteroStrategy` every rank loads only what its instances compute; on one process it loads everything. The
     global batches are the same in both cases.
 
     Args:
-        train, val, test, predict: a manifest (``.json`` or ``.jsonl``) or a list of them, each optional; see
-            `data.manifest`. Samples of ``predict`` need no answer.
+        train, val, test, predict: a manifest (JSON, parquet or a folder of the datasets library) or a list of them,
+            each optional; see `data.manifest`. Samples of ``predict`` need no answer.
         model: the model that is trained, or a function that makes it, called here once without making values. Nothing
             but its modules, edges and processors is read.
         tokenizer: a ``tokenizer.json``, or the folder it lies in.
@@ -83,7 +83,7 @@ class MultimodalDataModule(L.LightningDataModule):
             ``skip``: samples are counted and named, workers replaced.
         max_skipped: samples that may be left out of an index, and again of an epoch; default: 1%, at least 10.
         leave_out: media fields; their samples are left out (``indices[split].left_out``), else refused where unread.
-        media_folder: what media paths are relative to; default: each manifest's folder.
+        media_folder: what media paths are relative to; default: the folder in which each manifest lies.
         cache_folder: where indices lie; default: ``.hetero_index`` beside a split's (first) manifest.
         verify, max_tokens: see `build_index`.
         bos, eos, placeholders, chat_template: see `ChatTokenizer`.
@@ -284,7 +284,12 @@ class MultimodalDataModule(L.LightningDataModule):
                 **self._index_options,
             )
             where = ", ".join(map(str, manifests))
-            check_limits(index, where, self._limits, self._item_limits, self.balance.budget)
+            fillers = {
+                name: f"placeholders={{'{processor.field}': '{self.tokenizer.eos}'}}"
+                for name, processor in self.processors.items()
+                if not isinstance(processor, TargetProcessor)
+            }
+            check_limits(index, where, self._limits, self._item_limits, self.balance.budget, fillers)
             if split == "train":
                 check_steps(len(index), self.global_batch_size, self.drop_last)
             self.indices[split] = index

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from lightning.fabric.utilities import rank_zero_info
 
+from hetero_strategy.data.conversation import SHOWN
 from hetero_strategy.data.dataset_index import DatasetIndex
 from hetero_strategy.data.faults import in_words, list_path
-from hetero_strategy.data.manifest import SHOWN
 from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import CausalLM
@@ -66,6 +66,7 @@ def check_limits(
     models: Mapping[str, Limits],
     items: Mapping[str, ItemLimit],
     budget: Mapping[str, int],
+    fillers: Mapping[str, str],
 ) -> None:
     """Refuse a data set that cannot be trained to its end, whether or not a run comes to its last sample.
 
@@ -76,6 +77,7 @@ def check_limits(
         models: of language models.
         items: of other modules.
         budget: module -> most rows of an instance in a microbatch.
+        fillers: encoder -> option that fills its items' rows with another token.
 
     Raises:
         ConfigError: a token id is not in a model's embedding, or a sample or an item is more than a budget.
@@ -85,7 +87,7 @@ def check_limits(
         if limits.vocab_size is not None and index.largest_id >= limits.vocab_size:
             raise ConfigError(
                 f"{where}: token ids reach {index.largest_id}, but the embedding of '{module}' has"
-                f" {limits.vocab_size} rows; set vocab_size to at least {index.largest_id + 1}"
+                f" {limits.vocab_size} rows; {_beyond(index, limits.vocab_size, fillers)}"
             )
     if not index.measured:
         return
@@ -117,7 +119,9 @@ def check_limits(
 
 
 def say_left_out(index: DatasetIndex, split: str, fields: Sequence[str]) -> None:
-    """Say on the first rank how many samples are left out, if any: as they hold these media fields, or are faulty."""
+    """Say on the first rank how many samples are left out, if any, as they hold these media fields or are faulty, and
+    how many answers are not learnt.
+    """
     if index.left_out:
         rank_zero_info(
             f"{split}: {index.left_out} of {len(index) + index.left_out} samples are left out, as they hold"
@@ -129,6 +133,11 @@ def say_left_out(index: DatasetIndex, split: str, fields: Sequence[str]) -> None
             f" {in_words(index.skipped)}; all are listed in {list_path(index.folder)}; delete {index.folder} when they"
             " are mended"
         )
+    if index.unlearnt:
+        rank_zero_info(
+            f"{split}: {index.unlearnt} answers are not learnt, as the chat template takes text such as reasoning out"
+            " of earlier answers; the last one of each sample is"
+        )
 
 
 def _of_items(index: DatasetIndex, tokens: np.ndarray) -> str:
@@ -137,6 +146,16 @@ def _of_items(index: DatasetIndex, tokens: np.ndarray) -> str:
     parts = {name: int(table.rows[index.item_numbers(name, longest)].sum()) for name, table in index.items.items()}
     said = [f"{rows} are of '{name}'" for name, rows in parts.items() if rows]
     return f", of the longest {' and '.join(said)} (max_patches of a processor bounds a picture)" if said else ""
+
+
+def _beyond(index: DatasetIndex, vocab_size: int, fillers: Mapping[str, str]) -> str:
+    """What to do about ids beyond a vocabulary; those that fill an encoder's rows need no embedding."""
+    for module, option in fillers.items():
+        table = index.items[module]
+        filled = index.ids[index.offsets[table.sample] + table.start]
+        if filled.max(initial=-1) >= vocab_size:
+            return f"id {int(filled.max())} only fills the rows of '{module}', as any other would: give {option}"
+    return f"set vocab_size to at least {index.largest_id + 1}"
 
 
 def _longer(index: DatasetIndex, owner: np.ndarray, rows: np.ndarray, most: int) -> str:

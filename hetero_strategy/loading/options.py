@@ -8,7 +8,7 @@ from os import PathLike
 from typing import Any, Literal, get_args
 
 from hetero_strategy.data.build_index import Verify
-from hetero_strategy.data.manifest import MEDIA_FIELDS
+from hetero_strategy.data.conversation import MEDIA_FIELDS
 from hetero_strategy.data.media import Media
 from hetero_strategy.errors import FLAG, Allowed, ConfigError, check_options, hint, is_whole, one_of, require
 from hetero_strategy.loading.item_reader import OnError

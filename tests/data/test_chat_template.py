@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from hetero_strategy.data.build_index import build_index
-from hetero_strategy.data.manifest import Turn
+from hetero_strategy.data.conversation import Turn, item_mark
 from hetero_strategy.data.tokenizer import ChatTokenizer, Encoded
 from hetero_strategy.errors import ConfigError, DataError
 from tests import stock
@@ -39,8 +39,9 @@ TRIMMED = """\
   {%- if loop.index0 is odd %} {{ eos_token }}{% endif %}
 {%- endfor %}
 """
+IMAGE = item_mark("image")
 SPECIALS = ("[user]", "[assistant]", "[system]", "[end]")
-TALK = [("human", " 12 <image>\n34"), ("gpt", "5 [end] 6 "), ("human", "7"), ("gpt", "89")]
+TALK = [("human", f" 12 {IMAGE}\n34"), ("gpt", "5 [end] 6 "), ("human", "7"), ("gpt", "89")]
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ SPACED = """\
 @pytest.mark.parametrize("system", [False, True])
 def test_ids_and_loss_are_those_of_transformers(folder: Path, system: bool) -> None:
     talk = [("system", "be\nbrief"), *TALK][0 if system else 1 :]
-    plain = [(role, text.replace("[end]", "").replace("<image>", "")) for role, text in talk]
+    plain = [(role, text.replace("[end]", "").replace(IMAGE, "")) for role, text in talk]
     tokenizer = ChatTokenizer(folder, chat_template="auto")
     encoded = tokenizer.encode_batch([turns(plain)], [{}])[0]
     roles = {"human": "user", "gpt": "assistant", "system": "system"}
@@ -125,11 +126,14 @@ def test_so_they_are_behind_an_item(folder: Path, scheme: str) -> None:
     own.model = models.BPE(own.get_vocab() | {"\u2581": own.get_vocab_size()}, [], unk_token="<unk>")
     own.save(str(folder / "tokenizer.json"))
     tokenizer = ChatTokenizer(folder, chat_template="auto")
-    talk = [("human", "1<image>2 3<image><image>4"), ("gpt", " 5 6")]
+    talk = [("human", f"1{IMAGE}2 3{IMAGE}{IMAGE}4"), ("gpt", " 5 6")]
     encoded = tokenizer.encode_batch([turns(talk)], [{"image": [1, 1, 1]}])[0]
     peer = PreTrainedTokenizerFast(tokenizer_object=own, bos_token="<bos>", chat_template=MARKED)
     expected = peer.apply_chat_template(
-        [{"role": role, "content": text} for role, (_, text) in zip(("user", "assistant"), talk, strict=True)],
+        [
+            {"role": role, "content": text.replace(IMAGE, "<image>")}
+            for role, (_, text) in zip(("user", "assistant"), talk, strict=True)
+        ],
         return_dict=True,
         return_assistant_tokens_mask=True,
     )
@@ -181,7 +185,7 @@ def test_items_are_no_text_that_looks_special_and_blanks_of_answers_are_no_part_
     own.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(THINKING.replace("<think></think>", ""))
     tokenizer = ChatTokenizer(folder, chat_template="auto")
-    encoded = tokenizer.encode_batch([turns([("human", "1<image>2"), ("gpt", "  34")])], [{"image": [2]}])[0]
+    encoded = tokenizer.encode_batch([turns([("human", f"1{IMAGE}2"), ("gpt", "  34")])], [{"image": [2]}])[0]
     assert texts(tokenizer, encoded, False) == ["[user]1<image><image>2[end][assistant]"]
     assert texts(tokenizer, encoded, True) == ["34[end]"]  # [assistant] takes the blanks in, as whole texts show
 
@@ -227,7 +231,7 @@ def test_an_index_follows_the_tokens_that_a_template_names(folder: Path, name: s
         ("{{ messages[0].content + 1 }}", "refuses the conversation: can only concatenate"),
         (
             "{% for m in messages %}{{ '3' if m.content == '2' else m.content }}[end]{% endfor %}",
-            "changes a turn for",
+            "changes turn 3, the last that is to be learnt",
         ),
     ],
 )

@@ -39,7 +39,7 @@ def test_tokens_are_in_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(index_room, "CHUNK", 10)
 
     class Tokenizer:
-        def encode_batch(self, turns: list[Any], rows: list[Any], fault: Any) -> list[Encoded]:
+        def encode_batch(self, turns: list[Any], rows: list[Any], *rest: Any) -> list[Encoded]:
             return [Encoded(np.arange(each, dtype=np.int32), np.ones(each, bool), {}) for _ in turns]
 
     path = write_manifest(tmp_path, *(entry(str(number), "q") for number in range(count)))
@@ -100,9 +100,12 @@ def test_samples_with_media_that_nothing_reads_are_refused_or_left_out(digits: P
     for _ in range(2):  # built, then read from its folder
         index = build_index(manifest, ChatTokenizer(digits), vision, leave_out=["audio"], progress=False)
         assert [index.names[i] for i in range(len(index))] == ["text", "seen"] and index.left_out == 1
-    near = write_manifest(tmp_path, entry("x", "what?", images=["a.png"]), name="near.json")
-    with pytest.raises(DataError, match="'x': has 'images', which nothing reads; call the field 'image'"):
-        build_index(near, ChatTokenizer(digits), vision, progress=False)
+    part = [{"type": "audio", "audio": "c.wav"}, {"type": "text", "text": "hi"}]
+    for near in (entry("x", "what?", audios=["c.wav"]), {"id": "x", "messages": [{"role": "user", "content": part}]}):
+        path = write_manifest(tmp_path, near, entry("text", "hi", "3"), name="near.json")
+        with pytest.raises(DataError, match=r"'x': has 'audios?', which no encoder reads"):
+            build_index(path, ChatTokenizer(digits), vision, progress=False)
+        assert build_index(path, ChatTokenizer(digits), vision, leave_out=["audio"], progress=False).left_out == 1
     with pytest.raises(DataError, match="no samples without image, and all others are left out"):
         only = write_manifest(tmp_path, entry("x", "<image>", image="a.png"), name="only.json")
         build_index(only, ChatTokenizer(digits), {}, leave_out=["image"], progress=False)
@@ -150,7 +153,7 @@ def test_faults_of_several_manifests_name_theirs(digits: Path, tmp_path: Path) -
     seen = write_manifest(tmp_path, entry("y", "<audio>", audio="c.wav"), name="seen.json")
     assert build([seen, good], digits, leave_out=["audio"]).left_out == 1
     for wrong in ([], {"a": good}, 5, [good, None]):
-        with pytest.raises(ConfigError, match=r"manifests is .*; give a manifest \(\.json or \.jsonl\), or a list"):
+        with pytest.raises(ConfigError, match=r"manifests is .*; give a manifest \(\.json, .*\), or a list"):
             build(wrong, digits)
 
 
@@ -249,7 +252,7 @@ def test_all_faults_of_files_in_one_error(digits: Path, tmp_path: Path) -> None:
     manifest = write_manifest(
         tmp_path,
         entry("s0", "<image>", image="none.png"),
-        entry("s1", "<audio>", image="a.png"),
+        entry("s1", "<audio>", image="a.png"),  # the picture begins the question
         entry("s2", "<image><image>", image=["a.png", "cut.png"]),
         entry("s3", "<audio>", audio="zero.wav"),
         entry("s4", "q", " "),
@@ -258,19 +261,19 @@ def test_all_faults_of_files_in_one_error(digits: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         build(manifest, digits, max_tokens=50)
     lines = str(caught.value).splitlines()
-    assert lines[0].startswith(f"{manifest}: 7 faults")
-    expected = ["none.png: file is missing", "0 <image>", "1 <audio>", "cut.png: not a readable image", "zero length"]
+    assert lines[0].startswith(f"{manifest}: 6 faults")
+    expected = ["none.png: file is missing", "1 <audio>", "cut.png: not a readable image", "zero length"]
     expected += ["answer is empty", "103 tokens, more than max_tokens=50"]
-    names = ["s0", "s1", "s1", "s2", "s3", "s4", "s5"]
+    names = ["s0", "s1", "s2", "s3", "s4", "s5"]
     for line, name, text in zip(lines[1:-1], names, expected, strict=True):
         assert f"'{name}'" in line and text in line
     (listed,) = (tmp_path / ".hetero_index").iterdir()  # and no index
     assert lines[-1].strip() == f"all are listed in {listed}"
     found = [json.loads(line) for line in listed.read_text().splitlines()]
     assert [fault["sample"] for fault in found] == names
-    kinds = ["missing file", "manifest", "manifest", "damaged image", "zero length", "manifest", "too long"]
+    kinds = ["missing file", "manifest", "damaged image", "zero length", "manifest", "too long"]
     assert [fault["kind"] for fault in found] == kinds
-    assert [fault["file"] for fault in found] == ["none.png", None, None, "cut.png", "zero.wav", None, None]
+    assert [fault["file"] for fault in found] == ["none.png", None, "cut.png", "zero.wav", None, None]
 
 
 def test_a_bad_file_is_a_fault_of_every_sample_that_has_it(digits: Path, tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from hetero_strategy.data.manifest import Turn
+from hetero_strategy.data.conversation import Turn, item_mark
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError
 from tests import stock
 
 HUMAN, GPT = "human", "gpt"
+IMAGE, AUDIO = item_mark("image"), item_mark("audio")
 
 
 def pieces(tokenizer: ChatTokenizer, ids: list[int]) -> list[str | None]:
@@ -22,7 +23,7 @@ def pieces(tokenizer: ChatTokenizer, ids: list[int]) -> list[str | None]:
 
 def test_by_hand(digits: Path) -> None:
     tokenizer = ChatTokenizer(digits)
-    turns = [Turn(HUMAN, "a<image>b<audio>"), Turn(GPT, "12"), Turn(HUMAN, "<image>?"), Turn(GPT, "3")]
+    turns = [Turn(HUMAN, f"a{IMAGE}b{AUDIO}"), Turn(GPT, "12"), Turn(HUMAN, f"{IMAGE}?"), Turn(GPT, "3")]
     encoded = tokenizer.encode_batch([turns], [{"image": [2, 1], "audio": [3]}])[0]
     i, a = "<image>", "<audio>"
     expected = ["<bos>", "a", i, i, "b", a, a, a, "\n", "1", "2", "<eos>", "\n", i, "?", "\n", "3", "<eos>"]
@@ -41,7 +42,7 @@ def test_a_tokenizer_without_an_unknown_token_is_refused_where_it_needs_one(tmp_
 
 def test_batch_equals_one_by_one(digits: Path) -> None:
     tokenizer = ChatTokenizer(digits)
-    talks = [[Turn(HUMAN, f"{n}<image>"), Turn(GPT, "9" * n)] for n in range(1, 5)]
+    talks = [[Turn(HUMAN, f"{n}{IMAGE}"), Turn(GPT, "9" * n)] for n in range(1, 5)]
     rows = [{"image": [n]} for n in range(1, 5)]
     for one, talk, row in zip(tokenizer.encode_batch(talks, rows), talks, rows, strict=True):
         assert one.ids.tolist() == tokenizer.encode_batch([talk], [row])[0].ids.tolist()
@@ -105,7 +106,7 @@ def test_stock_tokenizers(
 ) -> None:
     """Begin and end are those of the tokenizer's folder; what an encoder fills needs no token."""
     tokenizer = ChatTokenizer(stock.tokenizer(tmp_path, specials, **said))
-    turns = [Turn(HUMAN, "a<image>b<audio>"), Turn(GPT, "1é")]
+    turns = [Turn(HUMAN, f"a{IMAGE}b{AUDIO}"), Turn(GPT, "1é")]
     encoded = tokenizer.encode_batch([turns], [{"image": [2], "audio": [1]}])[0]
     expected = [*([bos] if bos else []), "a", eos, eos, "b", eos, "Ċ", "1", "Ã", "©", eos]
     assert pieces(tokenizer, encoded.ids.tolist()) == expected

@@ -9,10 +9,11 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, processors
 
 from hetero_strategy.data.build_index import VERSION
-from hetero_strategy.data.manifest import Turn
+from hetero_strategy.data.conversation import Turn, item_mark
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from tests import stock
 
+IMAGE, AUDIO = item_mark("image"), item_mark("audio")
 PINNED = (9, "872ae424bb9bfd48527a")
 """The version, and what the conversations below have given since."""
 TEMPLATES = (
@@ -21,7 +22,7 @@ TEMPLATES = (
     "{{ eos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}\n<|im_end|>{% endfor %}",
 )
 TALKS: tuple[tuple[list[Turn], Mapping[str, list[int]]], ...] = (
-    ([Turn("human", "a<image> b<audio>"), Turn("gpt", "1 2\n\n    3é\n")], {"image": [2], "audio": [1]}),
+    ([Turn("human", f"a{IMAGE} b{AUDIO}"), Turn("gpt", "1 2\n\n    3é\n")], {"image": [2], "audio": [1]}),
     ([Turn("system", "be brief"), Turn("human", " c "), Turn("gpt", "  4"), Turn("human", "d"), Turn("gpt", "5 ")], {}),
     ([Turn("human", "<|im_end|>"), Turn("gpt", "6 <|im_start|> \n7")], {}),
 )

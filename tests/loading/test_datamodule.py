@@ -28,8 +28,8 @@ READER: dict[str, Any] = {"model": reader, "processors": READING}
 
 
 def data(digits: Path, **options: Any) -> MultimodalDataModule:
-    options = {"global_batch_size": 16, "microbatches": 2, "seed": 1, **READER, **options}
-    return MultimodalDataModule(digits / "train.json", digits / "val.json", tokenizer=digits, **options)
+    options = {"tokenizer": digits, "global_batch_size": 16, "microbatches": 2, "seed": 1, **READER, **options}
+    return MultimodalDataModule(digits / "train.json", digits / "val.json", **options)
 
 
 class Recorder(L.LightningModule):
@@ -280,6 +280,9 @@ def test_what_a_budget_or_the_model_cannot_take_is_named_before_training(digits:
     longest, largest = int(tokens.max()), int(images.inner_rows.max())
     clip = int(index.items["audio"].inner_rows.max())
     assert reader().modules_by_name["audio"].max_item_rows == 1500  # as Whisper's own tables
+    own, more = whole.tokenizer.tokenizer, tmp_path / "tokenizer.json"
+    own.add_special_tokens(["<pic>"])
+    own.save(str(more))
     first = index.names[int(np.flatnonzero(tokens == longest)[0])]
     seen = index.names[int(images.sample[np.flatnonzero(images.inner_rows == largest)[0]])]
     named = rf"train\.json: {longest} in sample '{first}'.*: more rows than the {longest - 1} that balance.budget gives"
@@ -304,6 +307,16 @@ def test_what_a_budget_or_the_model_cannot_take_is_named_before_training(digits:
             {"model": lambda: limited(vocab_size=9)},
             ConfigError,
             rf"ids reach {index.largest_id}, but the embedding of 'llm' has 9 rows; .* at least {index.largest_id + 1}",
+        ),
+        (
+            {
+                "model": lambda: limited(vocab_size=own.token_to_id("<pic>")),
+                "tokenizer": more,
+                "placeholders": {"image": "<pic>"},
+            },
+            ConfigError,
+            rf"id {own.token_to_id('<pic>')} only fills the rows of 'vision', as any other would: give"
+            r" placeholders={'image': '<eos>'}",
         ),
         (
             {"model": lambda: limited("audio", max_item_rows=clip - 1)},
@@ -424,9 +437,7 @@ def test_refusals(digits: Path) -> None:
         data(digits, encoder_microbatch_rows={"llm": 5})
     with pytest.raises(ConfigError, match="encoder_microbatch_rows of 'audio' is 0"):
         data(digits, encoder_microbatch_rows={"audio": 0})
-    with pytest.raises(
-        ConfigError, match=r"train is \[\]; give a manifest \(.json or .jsonl\), or a list of manifests"
-    ):
+    with pytest.raises(ConfigError, match=r"train is \[\]; give a manifest \(.json, .*\), or a list of manifests"):
         MultimodalDataModule([], tokenizer=digits, **READER, global_batch_size=4)
     with pytest.raises(ConfigError, match="model is a Linear; give the MultimodalModel that is trained"):
         data(digits, model=torch.nn.Linear(1, 1))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import re
 import weakref
 from itertools import chain
 from pathlib import Path
@@ -50,6 +52,42 @@ def flat(batch: Batch) -> list[object]:
                 slots = {k: v.tolist() for k, v in x.slots.items()}
                 found += [name, x.ids.tolist(), x.labels.tolist(), x.packing.lengths.tolist(), slots]
     return found
+
+
+def as_messages(sample: dict[str, Any]) -> dict[str, Any]:
+    """A sample in OpenAI's format, every file in its part."""
+    files = {field: iter(np.atleast_1d(sample.get(field, []))) for field in ("image", "audio")}
+    messages = []
+    for turn in sample["conversations"]:
+        pieces = re.split("<(image|audio)>", turn["value"])
+        texts = [{"type": "text", "text": text} for text in pieces[::2]]
+        items = [{"type": field, field: str(next(files[field]))} for field in pieces[1::2]]
+        parts = [part for pair in zip(texts, items, strict=False) for part in pair] + texts[len(items) :]
+        messages.append({"role": "user" if turn["from"] == "human" else "assistant", "content": parts})
+    return {"id": sample["id"], "messages": messages, "images": None}
+
+
+def test_every_format_makes_the_same_steps(digits: Path, tmp_path: Path, index: DatasetIndex) -> None:
+    import datasets
+
+    samples = json.loads((digits / "train.json").read_text())
+    messages, keys = [as_messages(sample) for sample in samples], dict.fromkeys(chain(*samples))
+    rows = datasets.Dataset.from_list([{key: sample.get(key) for key in keys} for sample in samples])
+    rows.save_to_disk(tmp_path / "saved")
+    (tmp_path / "parts").mkdir()
+    for number in range(2):
+        rows.shard(2, number, contiguous=True).to_parquet(tmp_path / "parts" / f"train-{number:05d}-of-00002.parquet")
+    datasets.Dataset.from_list(messages).to_parquet(tmp_path / "messages.PARQUET")
+    (tmp_path / "list.jsonl").write_text(json.dumps(samples, indent=1))
+    (tmp_path / "lines.JSON").write_text("\n".join(map(json.dumps, messages)))
+    (tmp_path / "lines.JSONL").write_text("\n".join(map(json.dumps, samples)))
+    expected = [flat(steps(index)[0, step]) for step in (0, 2)]
+    for name in ("saved", "parts", "messages.PARQUET", "list.jsonl", "lines.JSON", "lines.JSONL"):
+        same = build_index(
+            tmp_path / name, ChatTokenizer(digits), digit_processors(), media_folder=digits, progress=False
+        )
+        assert same.ids.tolist() == index.ids.tolist() and same.loss.tolist() == index.loss.tolist(), name
+        assert same.content == index.content and [flat(steps(same)[0, step]) for step in (0, 2)] == expected
 
 
 def test_labels_and_slots_of_a_packed_microbatch(digits: Path, tmp_path: Path) -> None:

@@ -359,6 +359,11 @@ def test_layouts_that_cannot_be(override: str, message: str) -> None:
     [
         ("layout.llm={ranks:[2,3],pp:2,vp:4}", "layout.llm: no field 'vp'; did you mean vpp?"),
         ("layout.lm.pp=2", "layout: no field 'lm'; did you mean llm?"),
+        (
+            "data.module.train=a/split=b (1)/c.json",
+            "data.module.train=a/split=b (1)/c.json: hydra cannot read this; paths with = ( ) ~ and the like need"
+            " quotes: 'data.module.train=\"a/split=b (1)/c.json\"'",
+        ),
     ],
 )
 def test_a_key_that_hydra_refuses_is_named(override: str, message: str) -> None:

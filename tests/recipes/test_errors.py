@@ -36,10 +36,10 @@ def empty_recording(folder: Path) -> None:
         file.setframerate(8000)
 
 
-def no_placeholder(folder: Path) -> None:
+def more_placeholders(folder: Path) -> None:
     samples = json.loads((folder / "train.json").read_text())
     sample = next(s for s in samples if "image" in s)
-    sample["conversations"][0]["value"] = "Read"
+    sample["conversations"][0]["value"] = "Read <image><image>"
     (folder / "train.json").write_text(json.dumps(samples))
 
 
@@ -47,7 +47,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing image": (missing_image, "file is missing"),
     "truncated image": (truncated_image, "truncated or damaged"),
     "empty recording": (empty_recording, "audio"),
-    "no placeholder": (no_placeholder, "<image>"),
+    "more placeholders": (more_placeholders, "<image>"),
 }
 OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
     "misspelt field": (("trainer.max_stepz=3",), "trainer: no field 'max_stepz'; did you mean max_steps?"),
