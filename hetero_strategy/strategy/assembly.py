@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hetero_strategy.boundary.transport import Channel
-from hetero_strategy.checkpoint.training import TrainingState
-from hetero_strategy.errors import ConfigError, ModelError
+from hetero_strategy.checkpoint.training import TrainingState, part_of
+from hetero_strategy.errors import CheckpointError, ConfigError, ModelError
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.layout.spec import ModuleLayout
@@ -42,6 +42,8 @@ from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.blueprint import Blueprint, blueprint
 from hetero_strategy.strategy.first_values import check_first_values
 
+PARTS = "state_dict() of a model on its ranks has on this one a part, or nothing, of"
+"""Begins the warning that a ``state_dict()`` is not all weights."""
 Row = tuple[int, torch.dtype]
 """Width and dtype of a row."""
 
@@ -159,6 +161,7 @@ def assemble(
     )
     if device.type != "meta":
         model.register_state_dict_post_hook(_say_parts)
+        model.register_load_state_dict_pre_hook(_take_parts)
     mine = {
         graph.node_of(StageId(name, number), rank): stage
         for name, made in stages.items()
@@ -200,9 +203,30 @@ def _say_parts(model: nn.Module, found: Mapping[str, Any], prefix: str, metadata
     }
     if parts and hasattr(found, "_metadata"):
         rank_zero_warn(
-            f"state_dict() of a model on its ranks has on this one a part, or nothing, of {', '.join(sorted(parts))};"
+            f"{PARTS} {', '.join(sorted(parts))};"
             " for all weights use trainer.save_checkpoint(...) and python -m hetero_strategy.checkpoint export"
         )
+
+
+def _take_parts(model: nn.Module, found: dict[str, Any], prefix: str, *_: object) -> None:
+    """Take of whole tensors what this rank owns, before the model loads them.
+
+    Raises:
+        CheckpointError: a tensor has no values here, for a parameter that this rank owns.
+    """
+    for name, own in model.state_dict(destination={}, prefix=prefix, keep_vars=True).items():
+        value = found.get(name)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if own.is_meta:
+            found[name] = value.to("meta")
+        elif value.is_meta:
+            raise CheckpointError(
+                f"load_state_dict() has for {name!r} a tensor of which this rank has no values, as another parameter's;"
+                " each rank gets those of the parameters that it owns: load them under their own names"
+            )
+        else:
+            found[name] = part_of(own, value)
 
 
 def move_rest(module: nn.Module, device: torch.device) -> None:

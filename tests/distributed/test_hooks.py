@@ -194,6 +194,16 @@ class Shadows(Lit):
         checkpoint["shadow"] = {name: p.detach().clone() for name, p in self.named_parameters() if not p.is_meta}
 
 
+class Renames(Lit):
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {n.removeprefix("model."): v for n, v in super().state_dict(*args, **kwargs).items()}
+
+
+class Signs(Lit):
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**super().state_dict(*args, **kwargs), "rank": torch.full((2,), self.global_rank)}
+
+
 class Scores(Callback):
     """A number that ranks round apart."""
 
@@ -245,7 +255,8 @@ def said(rank: int, world: int, job: Job, folder: str) -> dict[str, str]:
     for owned in (True, False):
         saving = {"callbacks": [Averages(owned=owned), ModelCheckpoint(folder)], "enable_checkpointing": True}
         attempt(f"averages, {owned=}", Lit, saving)
-    attempt("shadows", Shadows, {"callbacks": [ModelCheckpoint(folder)], "enable_checkpointing": True})
+    for name, kind in {"shadows": Shadows, "renames": Renames, "signs": Signs}.items():
+        attempt(name, kind, {"callbacks": [ModelCheckpoint(folder)], "enable_checkpointing": True})
     kept = [Scores(rank), Averages(owned=False), ModelCheckpoint(folder)] + [Uploads()] * (not rank)
     attempt("scores and uploads", Lit, {"callbacks": kept, "enable_checkpointing": True})
     beside = Beside()
@@ -287,6 +298,8 @@ def test_what_a_person_may_ask_for_in_vain_is_said_and_metrics_count_once(pool: 
         "alone": "this loader is of a MultimodalDataModule that the Trainer does not know",
         "averages, owned=True": "tensors in the state of Averages differ between ranks",
         "shadows": "tensors in the state of shadow differ between ranks",
+        "renames": "a tensor of which ranks have parts, under a name that the module does not have",
+        "signs": "tensors in the state of state_dict()['rank'] differ between ranks",
     }.items():
         assert words in first.pop(name), name
     assert not first

@@ -318,6 +318,77 @@ class Remember(DummyLogger):
         self.rows.append({k: float(v) for k, v in metrics.items()})
 
 
+class Counted(torch.optim.SGD):
+    """An optimizer with a state beside the parameters'."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.steps = state_dict["steps"]
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "steps"})
+
+
+class OwnState(Probe):
+    """Changes what is saved of it and of its optimizer, and what is loaded, wherever torch and Lightning let it."""
+
+    def __init__(self, case: Case, vocabulary: int) -> None:
+        super().__init__(case, vocabulary)
+        self.told: list[Any] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Counted(self.groups(), momentum=0.9)
+        optimizer.register_state_dict_post_hook(lambda _, state: {**state, "hooked": torch.arange(3.0)})
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: self.told.append(state.pop("hooked").tolist()))
+        return optimizer
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = {name: value for name, value in super().state_dict(*args, **kwargs).items() if "audio" not in name}
+        return {**found, "added": torch.full((2,), 0.5), "words": "plain"}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, **more: Any) -> Any:
+        self.told.append((sorted(state_dict), state_dict["added"].tolist(), state_dict["words"]))
+        found = {name: value for name, value in state_dict.items() if name not in ("added", "words")}
+        return super().load_state_dict(found, strict=False)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["optimizer_states"][0]["param_groups"][1]["lr"] = 0.03
+        weights = checkpoint["state_dict"]
+        for name in [name for name in weights if "vision" in name]:
+            weights[name] = weights[name] * 0.5
+        del weights[next(name for name in weights if ".llm." in name and name.endswith("norm.weight"))]
+
+    def on_train_end(self) -> None:
+        self.told.append(self.optimizers().optimizer.steps)
+
+
+class Reset(OwnState):
+    """Begins with a new optimizer."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = [], []
+
+
+def resume(case: Case, folder: str) -> dict[str, Any]:
+    """Losses of a run that goes on, and what its hooks have found."""
+    path, seen = f"{folder}/own", dict[str, Any]()
+    trainer, first, dm = ranked(replace(case, lit=OwnState))
+    trainer.fit(first, dm)
+    trainer.save_checkpoint(path)
+    for kind in (OwnState, Reset):
+        trainer, lit, dm = ranked(replace(case, lit=kind, job=replace(case.job, steps=4)))
+        trainer.fit(lit, dm, ckpt_path=path)
+        seen[kind.__name__] = (lit.told, [float(x) for x in lit.losses], lit.seen.rates)
+    return seen
+
+
 class Logging(Probe):
     """Logs in every way there is."""
 
@@ -445,7 +516,7 @@ def live(case: Case, folder: str) -> dict[str, Any]:
 
 
 def live_on(rank: int, world: int, case: Case, folder: str) -> dict[str, Any]:
-    return live(case, folder)
+    return live(case, f"{folder}/life") | resume(case, folder)
 
 
 def flat(told: Any) -> list[Any]:
@@ -462,7 +533,7 @@ def lived(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     job = Job(str(digits), batch=8, val="val.json", precision="64-true", capture=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return live(Case(job), str(tmp_path_factory.mktemp("one")))
+        return live_on(0, 1, Case(job), str(tmp_path_factory.mktemp("one")))
 
 
 @pytest.mark.parametrize(
@@ -521,6 +592,13 @@ class Counting(Probe):
 
 class Lenient(Counting):
     strict_loading = False
+
+
+class Fewer(Probe):
+    """Has an optimizer of fewer parameters than were saved."""
+
+    def groups(self) -> list[dict[str, Any]]:
+        return super().groups()[1:]
 
 
 class Unfreezing(Probe):
@@ -646,6 +724,7 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
     attempt("weights", case, from_weights)
     attempt("saved", case, lambda t, lit, dm: (t.fit(lit, dm), t.save_checkpoint(plain)))
     attempt("optimizer", replace(case, optimizer="adamw"), lambda t, lit, dm: t.fit(lit, dm, ckpt_path=plain))
+    attempt("fewer", replace(case, lit=Fewer), lambda t, lit, dm: t.fit(lit, dm, ckpt_path=plain))
     attempt("lacking", replace(case, lit=Counting), resumed)
     attempt("lenient", replace(case, lit=Lenient), resumed)
     uploading = Remember()
@@ -683,6 +762,7 @@ def test_what_cannot_be_done_is_said(pool: Pool, digits: Path) -> None:
         "hooked": "of module 'llm' has a hook for its gradient",
         "weights": "plain.ckpt.weights holds the model alone",
         "optimizer": "plain.ckpt was saved with another optimizer than AdamW",
+        "fewer": "plain.ckpt: optimizer 0 was saved with states of 'model.",
         "lists": "got a Tensor",
         "shuffled": "DataLoader(shuffle=True)",
         "storage": "storage_options",
