@@ -81,6 +81,11 @@ def find_model(module: nn.Module, agree: Callable[[bool], bool]) -> tuple[str, M
             " built in configure_model()"
         )
     prefix, model = found[0]
+    if "_orig_mod" in prefix.split(".") or model._compiled_call_impl is not None:
+        raise ConfigError(
+            f"HeteroStrategy: torch.compile around the MultimodalModel of {kind} would trace whole steps, of which none"
+            " is like another; compile the blocks of modules: HeteroStrategy(compile=['vision', 'llm'])"
+        )
     start = f"{prefix}." if prefix else ""
     inside = {f"{start}{name}.{n}" for name, m in model.modules_by_name.items() for n, _ in m.named_parameters()}
     outside = {n for n, _ in module.named_parameters()} - inside

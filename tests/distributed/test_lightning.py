@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,13 +29,17 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric, SumMetric
+from wandb.integration.torch.wandb_torch import TorchHistory
 
-from hetero_strategy.errors import CheckpointError, ConfigError
+from hetero_strategy.errors import HeteroError
+from hetero_strategy.model import MultimodalModel
 from tests.distributed.harness import Pool
 from tests.distributed.probe import APART, PAIR, PIPELINED, Case, Probe, Seen, both, far, observe, ranked, whole
 from tests.distributed.scenario import Job, data, datamodule
+from tests.manifests import entry, write_manifest
 
 
 class Manual(Probe):
@@ -389,6 +394,32 @@ def resume(case: Case, folder: str) -> dict[str, Any]:
     return seen
 
 
+class Evaluated(Probe):
+    """Logs an evaluation as README does."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        out = self.model(batch)
+        self.log("val/loss", out.loss, batch_size=out.loss_tokens)
+        self.log("val/by samples", out.loss)
+        self.log("val/accuracy", out.accuracy, batch_size=out.loss_tokens)
+        self.log("val/exact_match", out.exact_match, batch_size=out.labelled_samples)
+        self.log_dict({f"val/{name}": x for name, x in out.losses.items()}, batch_size=out.counts["llm"])
+
+
+def evaluate(case: Case, folder: Path) -> dict[str, Any]:
+    """What is logged of five answers of one word and two of forty, by the size of batches."""
+    answers = ["7", "7", "1 " * 40, "7", "7", "2 " * 40, "7"]
+    folder.mkdir()
+    samples = [entry(str(i), f"question {i}", answer) for i, answer in enumerate(answers)]
+    write_manifest(folder, *samples, name="val.json")
+    write_manifest(folder, *samples[:2], *samples[3:5], name="train.json")
+    shutil.copy(Path(case.job.folder) / "tokenizer.json", folder)
+    job = replace(case.job, folder=str(folder), batch=4, steps=8)
+    trainer, lit, dm = ranked(replace(case, lit=Evaluated, job=job, trainer={"check_val_every_n_epoch": None}))
+    trainer.fit(lit, dm)
+    return {f"by {n}": trainer.validate(lit, datamodule(job, eval_batch_size=n), verbose=False) for n in (7, 4, 1)}
+
+
 class Logging(Probe):
     """Logs in every way there is."""
 
@@ -516,7 +547,7 @@ def live(case: Case, folder: str) -> dict[str, Any]:
 
 
 def live_on(rank: int, world: int, case: Case, folder: str) -> dict[str, Any]:
-    return live(case, f"{folder}/life") | resume(case, folder)
+    return live(case, f"{folder}/life") | resume(case, folder) | evaluate(case, Path(folder) / f"short{rank}")
 
 
 def flat(told: Any) -> list[Any]:
@@ -559,6 +590,11 @@ def test_a_whole_life(pool: Pool, digits: Path, lived: dict[str, Any], tmp_path:
     assert len(expected["top"]) == 2 and "last.ckpt" in expected["files"]
     assert expected["fit metrics"]["train/count"] == 3.0
     assert expected["resumed losses"]
+    (together,), *parts = (expected[f"by {n}"] for n in (7, 4, 1))
+    assert together["val/exact_match"] == pytest.approx(5 / 7), "nothing was learnt"
+    for (part,) in parts:
+        assert part.pop("val/by samples") != pytest.approx(together["val/loss"], rel=1e-4), "any weight would do"
+        assert part == pytest.approx({name: value for name, value in together.items() if name in part}, rel=1e-6)
     began = expected["resumed began"]
     assert began[0] > 3 and len(began) == 4 + began[0], "nothing beside the model was restored"
 
@@ -625,6 +661,44 @@ class Hooked(Probe):
         next(self.model.llm.parameters()).register_hook(lambda gradient: gradient.clamp(-1, 1))
 
 
+class Joining(Probe):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Copied(Probe):
+    def on_fit_start(self) -> None:
+        AveragedModel(self.model)
+
+
+class Compiled(Probe):
+    def configure_model(self) -> None:
+        super().configure_model()
+        if isinstance(self.model, MultimodalModel):
+            self.model = torch.compile(self.model)
+
+
+class WatchedGradients(Probe):
+    """W&B's hooks, which its logger sets on one rank."""
+
+    how = "gradients"
+
+    def on_fit_start(self) -> None:
+        if self.global_rank == 0:
+            getattr(TorchHistory(), f"add_log_{self.how}_hook")(self.model, log_freq=1)
+
+
+class WatchedParameters(WatchedGradients):
+    how = "parameters"
+
+
+class Norms(Probe):
+    """Takes a rank's parameters for the model's, as in one process."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_([p for p in self.parameters() if p.grad is not None], 0.1)
+
+
 class Listed(Probe):
     """Its own DataLoader over the steps of the data module."""
 
@@ -661,7 +735,7 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
             trainer, lit, dm = ranked(case)
             act(trainer, lit, dm) if act else trainer.fit(lit, dm)
             said[name] = ""
-        except (ConfigError, CheckpointError) as error:
+        except HeteroError as error:
             said[name] = str(error)
 
     unfinished: dict[str, Callback] = {
@@ -683,6 +757,16 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
     attempt("unfreezing", replace(case, lit=Unfreezing))
     attempt("swapping", replace(case, lit=Swapping, job=replace(job, freeze=("audio",))))
     attempt("hooked", replace(case, lit=Hooked))
+    attempt("joining", replace(case, lit=Joining))
+    attempt("copied", replace(case, lit=Copied))
+    attempt("compiled", replace(case, lit=Compiled))
+    attempt("watched gradients", replace(case, lit=WatchedGradients))
+    attempt("watched parameters", replace(case, lit=WatchedParameters))
+    tensor_parallel = {**PAIR, "llm": {"ranks": [0, 1], "tp": 2}}
+    attempt("anomaly", replace(case, layouts=tensor_parallel, trainer={"detect_anomaly": True}))
+    with pytest.raises(RuntimeError) as mixed:
+        observe(replace(case, lit=Norms))
+    said["norms"] = " ".join(mixed.value.__notes__)
     attempt("lists", replace(case, lit=Lists), lambda t, lit, dm: t.fit(lit))
     attempt("shuffled", replace(case, lit=Shuffled), lambda t, lit, dm: t.fit(lit))
     attempt("save at", case, lambda t, lit, dm: (t.fit(lit, dm), t.save_checkpoint("memory://run/a.ckpt")))
@@ -763,6 +847,13 @@ def test_what_cannot_be_done_is_said(pool: Pool, digits: Path) -> None:
         "weights": "plain.ckpt.weights holds the model alone",
         "optimizer": "plain.ckpt was saved with another optimizer than AdamW",
         "fewer": "plain.ckpt: optimizer 0 was saved with states of 'model.",
+        "joining": "LBFGS joins all parameters to one vector",
+        "copied": "a copy of a model that a strategy has placed",
+        "compiled": "torch.compile around the MultimodalModel of Compiled",
+        "watched gradients": "W&B's watch() sees one rank's part",
+        "watched parameters": "W&B's watch() sees one rank's part",
+        "anomaly": "detect_anomaly=True with tp=2 of module 'llm'",
+        "norms": "trainer.strategy.grad_norm(), called on every rank, is the norm of all gradients",
         "lists": "got a Tensor",
         "shuffled": "DataLoader(shuffle=True)",
         "storage": "storage_options",
