@@ -20,13 +20,12 @@ def refuse_parts(found: Mapping[str, object], known: Collection[str]) -> None:
         CheckpointError: with the name.
     """
     for name, value in found.items():
-        tensor = isinstance(value, torch.Tensor)
-        if name in known and not tensor:
+        if name in known and not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 f"checkpoint: state_dict() has a {type(value).__name__} in the place of parameter or buffer {name!r};"
                 " a checkpoint holds tensors under their own names: leave it as it is, or out"
             )
-        if name not in known and tensor and (isinstance(value, DTensor) or value.is_meta):
+        if name not in known and isinstance(value, torch.Tensor) and (isinstance(value, DTensor) or value.is_meta):
             raise CheckpointError(
                 f"checkpoint: state_dict() has {name!r}, a tensor of which ranks have parts, under a name that the"
                 " module does not have, so that no other layout could load it; leave names as they are, and rename"

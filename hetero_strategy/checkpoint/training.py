@@ -359,7 +359,7 @@ def part_of(p: torch.Tensor, value: Any) -> Any:
     if value.shape != p.shape or value.is_meta or not value.dim():
         return value
     mesh, coordinate = p.device_mesh, p.device_mesh.get_coordinate()
-    sizes, offsets = _compute_local_shape_and_global_offset(p.shape, mesh.shape, coordinate, p.placements)
+    sizes, offsets = _compute_local_shape_and_global_offset(p.shape, mesh.shape, list(coordinate or ()), p.placements)
     box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
     local = value[box].to(p.device, copy=True)
     return DTensor.from_local(local, mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())

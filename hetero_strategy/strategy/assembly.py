@@ -219,7 +219,8 @@ def _take_parts(model: nn.Module, found: dict[str, Any], prefix: str, *_: object
     Raises:
         CheckpointError: a tensor has no values here, for a parameter that this rank owns.
     """
-    for name, own in model.state_dict(destination={}, prefix=prefix, keep_vars=True).items():
+    owned: dict[str, torch.Tensor] = model.state_dict(destination={}, prefix=prefix, keep_vars=True)
+    for name, own in owned.items():
         value = found.get(name)
         if not isinstance(value, torch.Tensor):
             continue
