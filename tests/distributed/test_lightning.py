@@ -32,7 +32,6 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric, SumMetric
-from wandb.integration.torch.wandb_torch import TorchHistory
 
 from hetero_strategy.errors import HeteroError
 from hetero_strategy.model import MultimodalModel
@@ -685,6 +684,8 @@ class WatchedGradients(Probe):
 
     def on_fit_start(self) -> None:
         if self.global_rank == 0:
+            from wandb.integration.torch.wandb_torch import TorchHistory  # seconds
+
             getattr(TorchHistory(), f"add_log_{self.how}_hook")(self.model, log_freq=1)
 
 
