@@ -70,7 +70,8 @@ class Run:
     def load(self, *, verify: bool) -> str:
         """What is said of it; nothing where it loads."""
         try:
-            self.state.load(self.path, [self.optimizer], verify=verify)
+            loaded = self.state.load(self.path, [self.optimizer], verify=verify)
+            self.state.load_optimizers([self.optimizer], loaded["optimizer_states"], str(self.path))
         except CheckpointError as fault:
             return str(fault)
         return ""

@@ -79,8 +79,8 @@ class LitMultimodal(L.LightningModule):
 
     def _evaluate(self, batch: Batch) -> dict[str, Any]:
         out = self.model(batch)
-        found = {f"loss_{name}": (share, batch.plan.counted(name)) for name, share in out.losses.items()}
-        found["exact_match"] = out.exact_match, int((batch.plan.metadata.labels > 0).sum())
+        found = {f"loss_{name}": (share, out.counts[name]) for name, share in out.losses.items()}
+        found["exact_match"] = out.exact_match, out.labelled_samples
         for name, (mean, count) in found.items():
             total, counted = self._sums.get(name, (0.0, 0))
             self._sums[name] = total + mean.detach().double() * count, counted + count

@@ -23,11 +23,11 @@ _KEY = re.compile(r"[^.:\[\]()@]+")
 _ITEM = re.compile(r"[\[(](\d+)[\])]")
 
 
-def to_tensors(optimizer: str, states: Mapping[str, Mapping[Any, object]]) -> dict[str, torch.Tensor]:
+def to_tensors(number: int, states: Mapping[str, Mapping[Any, object]]) -> dict[str, torch.Tensor]:
     """Return the states of parameters as tensors by ``<fqn>.<state>``.
 
     Args:
-        optimizer: what it is called in messages.
+        number: of the optimizer.
         states: by the parameter's global name; "" stands for none.
 
     Raises:
@@ -39,8 +39,9 @@ def to_tensors(optimizer: str, states: Mapping[str, Mapping[Any, object]]) -> di
 
             def refused(what: str, where: str = f"{key!r} of {fqn}") -> CheckpointError:
                 return CheckpointError(
-                    f"checkpoint: {optimizer} has a state {where} {what}; a checkpoint holds plain tensors, numbers and"
-                    " lists of them: take another optimizer, or save the model alone (save_weights_only=True)"
+                    f"checkpoint: optimizer {number} has a state {where} {what}; a checkpoint holds plain tensors,"
+                    " numbers and lists of them: take another optimizer, or save the model alone"
+                    " (save_weights_only=True)"
                 )
 
             if not fqn:

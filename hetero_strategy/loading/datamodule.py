@@ -13,6 +13,7 @@ from lightning.fabric.utilities.distributed import _InfiniteBarrier
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
+from hetero_strategy.checkpoint.folder import INDEX
 from hetero_strategy.data.build_index import DatasetIndex, Verify, build_index
 from hetero_strategy.data.manifest import PathLike, manifest_paths
 from hetero_strategy.data.media import Media, TargetProcessor
@@ -205,6 +206,12 @@ class MultimodalDataModule(L.LightningDataModule):
     def _map(self, stage: Any, progress: bool = True) -> None:
         for split in STAGES.get(str(getattr(stage, "value", stage)), tuple(self.manifests)):
             self._index(split, progress)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say what reads a checkpoint's folder, where another strategy was given one."""
+        name = getattr(exception, "filename", None)
+        if isinstance(exception, IsADirectoryError) and name and Path(name, INDEX).exists():
+            exception.add_note(f"{name} is a checkpoint of HeteroStrategy, which reads it with devices=1, too")
 
     def teardown(self, stage: str | None = None) -> None:
         """Stop the workers."""

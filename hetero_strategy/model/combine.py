@@ -29,12 +29,16 @@ class ModelOutput:
     """Scalar: the share of loss tokens predicted right, averaged over language models; NaN where none counts it."""
     exact_match: Tensor
     """Scalar: the share of samples with labels whose every label is predicted right, likewise."""
+    labelled_samples: int
+    """Samples with labels: what ``exact_match`` is a share of."""
     predictions: Ragged | None = None
     """Evaluation only: the first language model's predicted tokens at label positions; run ``i`` is sample ``i``."""
     logits: tuple[Tensor, ...] | None = None
     """Where asked for: the first language model's logits ``[T, vocabulary]`` of each microbatch."""
     losses: dict[str, Tensor] = field(default_factory=dict)
     """Each module's part of ``loss``, its weight included; every source before its targets."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """What each module's loss is a mean over: loss tokens, or a generator's target elements."""
     drawn: dict[str, Tensor] | None = None
     """Evaluation only: what each generator drew, ``[target rows of the batch, feature]`` in the order of items; and the
     results of modules of kinds of your own."""
@@ -117,9 +121,11 @@ class StepSums:
             loss_tokens=int(labels.sum()),
             accuracy=self._mean("accuracy", metrics),
             exact_match=self._mean("exact_match", metrics),
+            labelled_samples=int((labels > 0).sum()),
             predictions=None if first is None else Ragged(first, ragged.offsets(labels)),
             logits=logits,
             losses=losses,
+            counts={name: self._plan.counted(name) for name in losses},
             drawn=others or None,
             metrics=metrics,
         )

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
@@ -111,6 +112,21 @@ class MultimodalModel(nn.Module):
         checked = _checked_weights(self.with_loss(), weights)
         self._loss_weights.clear()  # the one object that whoever runs steps holds, too
         self._loss_weights.update(checked)
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy or pickle the model, where it is whole.
+
+        Raises:
+            ModelError: it lies in parts on its ranks.
+        """
+        if self.attached or any(isinstance(p, DTensor) for p in self.parameters()):
+            raise ModelError(
+                "a copy of a model that a strategy has placed (copy.deepcopy, AveragedModel, torch.save of a module)"
+                " would have a part of its weights; average in a callback over those of self.parameters() that are not"
+                " on the meta device, and save with trainer.save_checkpoint"
+            )
+        return super().__reduce_ex__(protocol)
 
     def topological(self) -> tuple[str, ...]:
         """Return all module names, every source before its targets.

@@ -301,17 +301,13 @@ def _total_and_shares(shares: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _refuse_hooks(modules: Mapping[str, nn.Module]) -> None:
-    """Refuse what would change gradients of one microbatch or one rank, or nothing; W&B's hooks only read them."""
+    """Refuse what would see, or change, gradients of one microbatch or one rank, or nothing."""
     for module, name, parameter in ((m, *named) for m, own in modules.items() for named in own.named_parameters()):
-        for hook in (
-            *(parameter._backward_hooks or {}).values(),
-            *(parameter._post_accumulate_grad_hooks or {}).values(),
-        ):
-            if not (getattr(hook, "__module__", None) or "").startswith("wandb"):
-                raise ConfigError(
-                    f"parameter '{name}' of module '{module}' has a hook for its gradient, which sees microbatches and"
-                    " ranks apart, or nothing; change p.grad in on_after_backward or on_before_optimizer_step"
-                )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"parameter '{name}' of module '{module}' has a hook for its gradient, which sees microbatches and"
+                " ranks apart, or nothing; read or change p.grad in on_after_backward or on_before_optimizer_step"
+            )
 
 
 def _upstream(executor: Executor) -> dict[str, set[str]]:

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hetero_strategy.boundary.transport import Channel
-from hetero_strategy.checkpoint.training import TrainingState
-from hetero_strategy.errors import ConfigError, ModelError
+from hetero_strategy.checkpoint.training import TrainingState, part_of
+from hetero_strategy.errors import CheckpointError, ConfigError, ModelError
 from hetero_strategy.layout.placement import Placement
 from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.layout.spec import ModuleLayout
@@ -42,6 +42,8 @@ from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.blueprint import Blueprint, blueprint
 from hetero_strategy.strategy.first_values import check_first_values
 
+PARTS = "state_dict() of a model on its ranks has on this one a part, or nothing, of"
+"""Begins the warning that a ``state_dict()`` is not all weights."""
 Row = tuple[int, torch.dtype]
 """Width and dtype of a row."""
 
@@ -79,6 +81,11 @@ def find_model(module: nn.Module, agree: Callable[[bool], bool]) -> tuple[str, M
             " built in configure_model()"
         )
     prefix, model = found[0]
+    if "_orig_mod" in prefix.split(".") or model._compiled_call_impl is not None:
+        raise ConfigError(
+            f"HeteroStrategy: torch.compile around the MultimodalModel of {kind} would trace whole steps, of which none"
+            " is like another; compile the blocks of modules: HeteroStrategy(compile=['vision', 'llm'])"
+        )
     start = f"{prefix}." if prefix else ""
     inside = {f"{start}{name}.{n}" for name, m in model.modules_by_name.items() for n, _ in m.named_parameters()}
     outside = {n for n, _ in module.named_parameters()} - inside
@@ -159,6 +166,7 @@ def assemble(
     )
     if device.type != "meta":
         model.register_state_dict_post_hook(_say_parts)
+        model.register_load_state_dict_pre_hook(_take_parts)
     mine = {
         graph.node_of(StageId(name, number), rank): stage
         for name, made in stages.items()
@@ -201,9 +209,31 @@ def _say_parts(model: nn.Module, found: Mapping[str, Any], prefix: str, metadata
     }
     if parts and hasattr(found, "_metadata"):
         rank_zero_warn(
-            f"state_dict() of a model on its ranks has on this one a part, or nothing, of {', '.join(sorted(parts))};"
+            f"{PARTS} {', '.join(sorted(parts))};"
             " for all weights use trainer.save_checkpoint(...) and python -m hetero_strategy.checkpoint export"
         )
+
+
+def _take_parts(model: nn.Module, found: dict[str, Any], prefix: str, *_: object) -> None:
+    """Take of whole tensors what this rank owns, before the model loads them.
+
+    Raises:
+        CheckpointError: a tensor has no values here, for a parameter that this rank owns.
+    """
+    owned: dict[str, torch.Tensor] = model.state_dict(destination={}, prefix=prefix, keep_vars=True)
+    for name, own in owned.items():
+        value = found.get(name)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if own.is_meta:
+            found[name] = value.to("meta")
+        elif value.is_meta:
+            raise CheckpointError(
+                f"load_state_dict() has for {name!r} a tensor of which this rank has no values, as another parameter's;"
+                " each rank gets those of the parameters that it owns: load them under their own names"
+            )
+        else:
+            found[name] = part_of(own, value)
 
 
 def move_rest(module: nn.Module, device: torch.device) -> None:

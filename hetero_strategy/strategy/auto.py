@@ -27,6 +27,7 @@ from hetero_strategy.profiling.cache import memory_model, profile_on
 from hetero_strategy.profiling.device import Communication, communication
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.blueprint import beside_kept
+from hetero_strategy.strategy.refusals import check_anomaly
 
 if TYPE_CHECKING:
     from hetero_strategy.strategy.strategy import HeteroStrategy
@@ -73,9 +74,11 @@ def choose(
     together = None
     if strategy.root_device.type == "cpu" and strategy.world_size > 1:
         together = communication(strategy.root_device)
-    return strategy.broadcast(
+    chosen: Candidate = strategy.broadcast(
         planned(strategy, model, trainer, storage, scheduling, together) if strategy.is_global_zero else None
     )
+    check_anomaly(trainer, chosen.layouts)
+    return chosen
 
 
 def planned(

@@ -5,7 +5,7 @@ is computed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -24,14 +24,17 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
     WeightAveraging,
 )
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler
 from torchmetrics import Metric
 
 from hetero_strategy.checkpoint.codec import encode
 from hetero_strategy.errors import FLAG, Allowed, ConfigError, one_of
+from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.model.multimodal import MultimodalModel
 
@@ -49,6 +52,23 @@ CALLBACKS: dict[type, str] = {
     ModelPruning: "ranks weights of whole parameters, of which a rank has a part; remove the callback",
     BaseFinetuning: "changes what trains during the run; use MultimodalModel(freeze=...) and a run per phase",
 }
+WATCHED = (
+    "HeteroStrategy: W&B's watch() sees one rank's part of the parameters, and gradients of single microbatches, and"
+    " for a histogram of what is sharded that rank would wait for others; leave it out, and log what you want of p.grad"
+    " in on_before_optimizer_step(): trainer.strategy.grad_norm(), called on every rank, is the norm of all gradients"
+)
+PARTS = (
+    "under HeteroStrategy parameters and gradients lie in parts on their ranks: as DTensors, whose to_local() is this"
+    " rank's part, and on the meta device (gradient None) where another rank has them. trainer.strategy.grad_norm(),"
+    " called on every rank, is the norm of all gradients; gradient_clip_val and self.clip_gradients(...) clip by it"
+)
+OF_PARTS = (
+    "mixed torch.Tensor and DTensor",
+    "not supported for tensor subclasses",
+    "meta tensor",
+    "its data is not allocated yet",
+)
+"""In what torch says of code that takes a rank's parameters for whole tensors."""
 
 
 def _known_backends(name: str) -> bool:
@@ -76,6 +96,8 @@ def check_trainer(trainer: Trainer) -> None:
             f"HeteroStrategy: val_check_interval is a time of {time:g} s, and every rank would look at its own clock,"
             " so that some validate while others train; give a number of batches"
         )
+    if (placement := cast(Any, trainer.strategy).placement) is not None:
+        check_anomaly(trainer, placement.layouts)
     callbacks = cast(list[Any], trainer.callbacks)  # type: ignore[attr-defined]
     if cast(Any, trainer.strategy)._async_checkpoint and any(
         getattr(c, "save_last", None) == "link" for c in callbacks
@@ -108,6 +130,50 @@ def check_trainer(trainer: Trainer) -> None:
             f"{name}(log_model=...) uploads files, but checkpoints here are folders of files of all ranks: none is"
             " uploaded; leave it out, and upload the folder or an export of it yourself"
         )
+
+
+def check_anomaly(trainer: Trainer, layouts: Mapping[str, ModuleLayout]) -> None:
+    """Refuse a search for NaNs in tensor-parallel gradients, which torch cannot look into.
+
+    Raises:
+        ConfigError: naming the module.
+    """
+    for name, layout in layouts.items():
+        if trainer._detect_anomaly and layout.tp > 1:
+            raise ConfigError(
+                f"HeteroStrategy: detect_anomaly=True with tp={layout.tp} of module {name!r}: torch's check does not"
+                " know DTensors; search with tp=1, or look at p.grad.to_local() in on_after_backward()"
+            )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], world_size: int) -> list[Optimizer]:
+    """Refuse an optimizer that needs all parameters on one rank; return those that step.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS) and world_size > 1:
+            raise ConfigError(
+                f"HeteroStrategy: {type(optimizer).__name__} joins all parameters to one vector, and no rank has all of"
+                " them; take an optimizer that treats each parameter alone, such as AdamW"
+            )
+    return [optimizer for optimizer in optimizers if not isinstance(optimizer, _MockOptimizer)]
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether W&B reads gradients or parameters in hooks."""
+    hooks = [hook for part in module.modules() for hook in part._forward_hooks.values()]
+    reading = [hook for hook in hooks if "add_log_parameters_hook" in getattr(hook, "__qualname__", "")]
+    reading += [hook for p in module.parameters() for hook in (p._backward_hooks or {}).values()]
+    return any((getattr(hook, "__module__", None) or "").startswith("wandb") for hook in reading)
+
+
+def note_parts(exception: BaseException) -> None:
+    """Add to what torch says of code that takes this rank's part of a model for all of it."""
+    said = str(exception)
+    if isinstance(exception, (RuntimeError, TypeError, AssertionError)) and any(words in said for words in OF_PARTS):
+        exception.add_note(PARTS)
 
 
 def _where_all_stop(save: Callable[..., None], callback: Checkpoint, trainer: Trainer, *given: Any) -> None:

@@ -65,10 +65,10 @@ from hetero_strategy.strategy.precision import check_trainable, kept, seed_scale
 from hetero_strategy.strategy.refusals import (
     OPTIONS,
     check_dataloader,
+    check_optimizers,
     check_trainer,
-    metrics_of,
+    note_parts,
     trains,
-    without_inference_mode,
 )
 from hetero_strategy.strategy.row_caches import RowCaches
 from hetero_strategy.strategy.zeroing import about_to_zero_gradients
@@ -318,14 +318,12 @@ class HeteroStrategy(OwnCheckpoints):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        without_inference_mode(trainer)
         if self._multimodal is None or all(m is not self._multimodal for m in self.lightning_module.modules()):
             self._build(self.lightning_module)
         assert self._multimodal is not None and self._runner is not None
         self._multimodal.attach(self._runner)
         move_rest(self.lightning_module, self.root_device)
-        for metric in metrics_of(trainer):
-            metric.distributed_available_fn = bool  # never: every rank has the global value already
+        self.prepare_loops(trainer)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -379,7 +377,8 @@ class HeteroStrategy(OwnCheckpoints):
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         trainer.fit_loop._combined_loader = None  # made, before a checkpoint is read, for who asks how long a run is
-        choose_kernels(self.optimizers, self._owned, partial(self.reduce_boolean_decision, all=False))
+        stepping = check_optimizers(self.optimizers, self.world_size)
+        choose_kernels(stepping, self._owned, partial(self.reduce_boolean_decision, all=False))
 
     def grad_norm(self) -> torch.Tensor:
         """Return the norm of all modules' gradients, the same on every rank; all of them call it."""
@@ -407,6 +406,7 @@ class HeteroStrategy(OwnCheckpoints):
         """All ranks end; the one with the cause is heard."""
         if isinstance(exception, torch.OutOfMemoryError) and self._runner is not None:
             exception.add_note(out_of_memory(self.executor, self.optimizers))
+        note_parts(exception)
         end_together(exception, self.global_rank, self._launcher, self._stop)
 
     def teardown(self) -> None:

@@ -167,13 +167,27 @@ class Counted(Lit):
         super().__init__(job, vocabulary)
         self.by_name = {"train": [SumMetric()]}
 
+    def on_fit_start(self) -> None:
+        self.late = SumMetric()
+
+    def on_train_start(self) -> None:
+        mine = torch.tensor([self.global_rank + 1])
+        reduced = [self.trainer.strategy.reduce(mine, reduce_op=op) for op in ("sum", torch.distributed.ReduceOp.SUM)]
+        mean = self.trainer.strategy.reduce(mine.double())
+        self.reduced = [mine.tolist() == [self.global_rank + 1], *(x.tolist() for x in reduced), mean.tolist()]
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.by_name["train"][0].update(1)
+        self.late.update(1)
         return super().training_step(batch, batch_idx)
 
 
 class Prodigy(torch.optim.SGD):
     """As a person's optimizer, which may look at all parameters."""
+
+
+class Untrained(Lit):
+    def configure_optimizers(self) -> None: ...
 
 
 class Unknown(Lit):
@@ -192,6 +206,16 @@ class Beside(Callback):
 class Shadows(Lit):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["shadow"] = {name: p.detach().clone() for name, p in self.named_parameters() if not p.is_meta}
+
+
+class Renames(Lit):
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {n.removeprefix("model."): v for n, v in super().state_dict(*args, **kwargs).items()}
+
+
+class Signs(Lit):
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**super().state_dict(*args, **kwargs), "rank": torch.full((2,), self.global_rank)}
 
 
 class Scores(Callback):
@@ -245,18 +269,24 @@ def said(rank: int, world: int, job: Job, folder: str) -> dict[str, str]:
     for owned in (True, False):
         saving = {"callbacks": [Averages(owned=owned), ModelCheckpoint(folder)], "enable_checkpointing": True}
         attempt(f"averages, {owned=}", Lit, saving)
-    attempt("shadows", Shadows, {"callbacks": [ModelCheckpoint(folder)], "enable_checkpointing": True})
+    for name, kind in {"shadows": Shadows, "renames": Renames, "signs": Signs}.items():
+        attempt(name, kind, {"callbacks": [ModelCheckpoint(folder)], "enable_checkpointing": True})
     kept = [Scores(rank), Averages(owned=False), ModelCheckpoint(folder)] + [Uploads()] * (not rank)
     attempt("scores and uploads", Lit, {"callbacks": kept, "enable_checkpointing": True})
     beside = Beside()
     counted = attempt("", Counted, {"callbacks": [beside]})
-    found["counted"] = f"{counted.by_name['train'][0].compute():g} {beside.metric.compute():g}"
+    found["reduced"] = str(counted.reduced)
+    found["counted"] = (
+        f"{counted.by_name['train'][0].compute():g} {beside.metric.compute():g} {counted.late.compute():g}"
+    )
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         attempt("", Unknown, {})
+        attempt("", Untrained, {})
         within = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, train_time_interval=None)
         options = {"callbacks": [within], "enable_checkpointing": True, "accumulate_grad_batches": 2}
-        trainer, module, dm = scenario.build(replace(job, trainer=options))
+        evaluating = {"val_check_interval": 2, "limit_val_batches": 1}
+        trainer, module, dm = scenario.build(replace(job, val="val.json", trainer=options | evaluating))
         trainer.fit(placed := Midway(job, module.vocabulary), dm)
         placed.state_dict()
     found["warned"] = " ".join(str(one.message) for one in warned)
@@ -276,10 +306,12 @@ def test_what_a_person_may_ask_for_in_vain_is_said_and_metrics_count_once(pool: 
     warned = first.pop("warned")
     second.pop("warned")  # rank 0 speaks
     assert first == second
-    assert "Prodigy steps as it is" in warned
+    assert "Prodigy steps as it is" in warned and "_MockOptimizer" not in warned
     assert "midway.ckpt is saved between batches whose gradients add up" in warned
     assert warned.count("has on this one a part, or nothing, of llm; for all weights use trainer.save_checkpoint") == 1
-    assert first.pop("counted") == "2 2"
+    assert "It is recommended to use `self.log(" not in warned
+    assert first.pop("counted") == "2 2 2"
+    assert first.pop("reduced") == "[True, [3], [3], [1.5]]"
     for name, words in {
         "early": "ask in configure_optimizers()",
         "evaluating": "the model is in evaluation mode in training_step",
@@ -287,6 +319,8 @@ def test_what_a_person_may_ask_for_in_vain_is_said_and_metrics_count_once(pool: 
         "alone": "this loader is of a MultimodalDataModule that the Trainer does not know",
         "averages, owned=True": "tensors in the state of Averages differ between ranks",
         "shadows": "tensors in the state of shadow differ between ranks",
+        "renames": "a tensor of which ranks have parts, under a name that the module does not have",
+        "signs": "tensors in the state of state_dict()['rank'] differ between ranks",
     }.items():
         assert words in first.pop(name), name
     assert not first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,13 +29,16 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric, SumMetric
 
-from hetero_strategy.errors import CheckpointError, ConfigError
+from hetero_strategy.errors import HeteroError
+from hetero_strategy.model import MultimodalModel
 from tests.distributed.harness import Pool
 from tests.distributed.probe import APART, PAIR, PIPELINED, Case, Probe, Seen, both, far, observe, ranked, whole
 from tests.distributed.scenario import Job, data, datamodule
+from tests.manifests import entry, write_manifest
 
 
 class Manual(Probe):
@@ -318,6 +322,103 @@ class Remember(DummyLogger):
         self.rows.append({k: float(v) for k, v in metrics.items()})
 
 
+class Counted(torch.optim.SGD):
+    """An optimizer with a state beside the parameters'."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.steps = state_dict["steps"]
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "steps"})
+
+
+class OwnState(Probe):
+    """Changes what is saved of it and of its optimizer, and what is loaded, wherever torch and Lightning let it."""
+
+    def __init__(self, case: Case, vocabulary: int) -> None:
+        super().__init__(case, vocabulary)
+        self.told: list[Any] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = Counted(self.groups(), momentum=0.9)
+        optimizer.register_state_dict_post_hook(lambda _, state: {**state, "hooked": torch.arange(3.0)})
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: self.told.append(state.pop("hooked").tolist()))
+        return optimizer
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = {name: value for name, value in super().state_dict(*args, **kwargs).items() if "audio" not in name}
+        return {**found, "added": torch.full((2,), 0.5), "words": "plain"}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, **more: Any) -> Any:
+        self.told.append((sorted(state_dict), state_dict["added"].tolist(), state_dict["words"]))
+        found = {name: value for name, value in state_dict.items() if name not in ("added", "words")}
+        return super().load_state_dict(found, strict=False)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["optimizer_states"][0]["param_groups"][1]["lr"] = 0.03
+        weights = checkpoint["state_dict"]
+        for name in [name for name in weights if "vision" in name]:
+            weights[name] = weights[name] * 0.5
+        del weights[next(name for name in weights if ".llm." in name and name.endswith("norm.weight"))]
+
+    def on_train_end(self) -> None:
+        self.told.append(self.optimizers().optimizer.steps)
+
+
+class Reset(OwnState):
+    """Begins with a new optimizer."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = [], []
+
+
+def resume(case: Case, folder: str) -> dict[str, Any]:
+    """Losses of a run that goes on, and what its hooks have found."""
+    path, seen = f"{folder}/own", dict[str, Any]()
+    trainer, first, dm = ranked(replace(case, lit=OwnState))
+    trainer.fit(first, dm)
+    trainer.save_checkpoint(path)
+    for kind in (OwnState, Reset):
+        trainer, lit, dm = ranked(replace(case, lit=kind, job=replace(case.job, steps=4)))
+        trainer.fit(lit, dm, ckpt_path=path)
+        seen[kind.__name__] = (lit.told, [float(x) for x in lit.losses], lit.seen.rates)
+    return seen
+
+
+class Evaluated(Probe):
+    """Logs an evaluation as README does."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        out = self.model(batch)
+        self.log("val/loss", out.loss, batch_size=out.loss_tokens)
+        self.log("val/by samples", out.loss)
+        self.log("val/accuracy", out.accuracy, batch_size=out.loss_tokens)
+        self.log("val/exact_match", out.exact_match, batch_size=out.labelled_samples)
+        self.log_dict({f"val/{name}": x for name, x in out.losses.items()}, batch_size=out.counts["llm"])
+
+
+def evaluate(case: Case, folder: Path) -> dict[str, Any]:
+    """What is logged of five answers of one word and two of forty, by the size of batches."""
+    answers = ["7", "7", "1 " * 40, "7", "7", "2 " * 40, "7"]
+    folder.mkdir()
+    samples = [entry(str(i), f"question {i}", answer) for i, answer in enumerate(answers)]
+    write_manifest(folder, *samples, name="val.json")
+    write_manifest(folder, *samples[:2], *samples[3:5], name="train.json")
+    shutil.copy(Path(case.job.folder) / "tokenizer.json", folder)
+    job = replace(case.job, folder=str(folder), batch=4, steps=8)
+    trainer, lit, dm = ranked(replace(case, lit=Evaluated, job=job, trainer={"check_val_every_n_epoch": None}))
+    trainer.fit(lit, dm)
+    return {f"by {n}": trainer.validate(lit, datamodule(job, eval_batch_size=n), verbose=False) for n in (7, 4, 1)}
+
+
 class Logging(Probe):
     """Logs in every way there is."""
 
@@ -445,7 +546,7 @@ def live(case: Case, folder: str) -> dict[str, Any]:
 
 
 def live_on(rank: int, world: int, case: Case, folder: str) -> dict[str, Any]:
-    return live(case, folder)
+    return live(case, f"{folder}/life") | resume(case, folder) | evaluate(case, Path(folder) / f"short{rank}")
 
 
 def flat(told: Any) -> list[Any]:
@@ -462,7 +563,7 @@ def lived(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     job = Job(str(digits), batch=8, val="val.json", precision="64-true", capture=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return live(Case(job), str(tmp_path_factory.mktemp("one")))
+        return live_on(0, 1, Case(job), str(tmp_path_factory.mktemp("one")))
 
 
 @pytest.mark.parametrize(
@@ -488,6 +589,11 @@ def test_a_whole_life(pool: Pool, digits: Path, lived: dict[str, Any], tmp_path:
     assert len(expected["top"]) == 2 and "last.ckpt" in expected["files"]
     assert expected["fit metrics"]["train/count"] == 3.0
     assert expected["resumed losses"]
+    (together,), *parts = (expected[f"by {n}"] for n in (7, 4, 1))
+    assert together["val/exact_match"] == pytest.approx(5 / 7), "nothing was learnt"
+    for (part,) in parts:
+        assert part.pop("val/by samples") != pytest.approx(together["val/loss"], rel=1e-4), "any weight would do"
+        assert part == pytest.approx({name: value for name, value in together.items() if name in part}, rel=1e-6)
     began = expected["resumed began"]
     assert began[0] > 3 and len(began) == 4 + began[0], "nothing beside the model was restored"
 
@@ -523,6 +629,13 @@ class Lenient(Counting):
     strict_loading = False
 
 
+class Fewer(Probe):
+    """Has an optimizer of fewer parameters than were saved."""
+
+    def groups(self) -> list[dict[str, Any]]:
+        return super().groups()[1:]
+
+
 class Unfreezing(Probe):
     """Changes its mind about what trains."""
 
@@ -545,6 +658,46 @@ class Hooked(Probe):
 
     def on_fit_start(self) -> None:
         next(self.model.llm.parameters()).register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+
+class Joining(Probe):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Copied(Probe):
+    def on_fit_start(self) -> None:
+        AveragedModel(self.model)
+
+
+class Compiled(Probe):
+    def configure_model(self) -> None:
+        super().configure_model()
+        if isinstance(self.model, MultimodalModel):
+            self.model = torch.compile(self.model)
+
+
+class WatchedGradients(Probe):
+    """W&B's hooks, which its logger sets on one rank."""
+
+    how = "gradients"
+
+    def on_fit_start(self) -> None:
+        if self.global_rank == 0:
+            from wandb.integration.torch.wandb_torch import TorchHistory  # seconds
+
+            getattr(TorchHistory(), f"add_log_{self.how}_hook")(self.model, log_freq=1)
+
+
+class WatchedParameters(WatchedGradients):
+    how = "parameters"
+
+
+class Norms(Probe):
+    """Takes a rank's parameters for the model's, as in one process."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        torch.nn.utils.clip_grad_norm_([p for p in self.parameters() if p.grad is not None], 0.1)
 
 
 class Listed(Probe):
@@ -583,7 +736,7 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
             trainer, lit, dm = ranked(case)
             act(trainer, lit, dm) if act else trainer.fit(lit, dm)
             said[name] = ""
-        except (ConfigError, CheckpointError) as error:
+        except HeteroError as error:
             said[name] = str(error)
 
     unfinished: dict[str, Callback] = {
@@ -605,6 +758,16 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
     attempt("unfreezing", replace(case, lit=Unfreezing))
     attempt("swapping", replace(case, lit=Swapping, job=replace(job, freeze=("audio",))))
     attempt("hooked", replace(case, lit=Hooked))
+    attempt("joining", replace(case, lit=Joining))
+    attempt("copied", replace(case, lit=Copied))
+    attempt("compiled", replace(case, lit=Compiled))
+    attempt("watched gradients", replace(case, lit=WatchedGradients))
+    attempt("watched parameters", replace(case, lit=WatchedParameters))
+    tensor_parallel = {**PAIR, "llm": {"ranks": [0, 1], "tp": 2}}
+    attempt("anomaly", replace(case, layouts=tensor_parallel, trainer={"detect_anomaly": True}))
+    with pytest.raises(RuntimeError) as mixed:
+        observe(replace(case, lit=Norms))
+    said["norms"] = mixed.value.__notes__[0]
     attempt("lists", replace(case, lit=Lists), lambda t, lit, dm: t.fit(lit))
     attempt("shuffled", replace(case, lit=Shuffled), lambda t, lit, dm: t.fit(lit))
     attempt("save at", case, lambda t, lit, dm: (t.fit(lit, dm), t.save_checkpoint("memory://run/a.ckpt")))
@@ -646,6 +809,7 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
     attempt("weights", case, from_weights)
     attempt("saved", case, lambda t, lit, dm: (t.fit(lit, dm), t.save_checkpoint(plain)))
     attempt("optimizer", replace(case, optimizer="adamw"), lambda t, lit, dm: t.fit(lit, dm, ckpt_path=plain))
+    attempt("fewer", replace(case, lit=Fewer), lambda t, lit, dm: t.fit(lit, dm, ckpt_path=plain))
     attempt("lacking", replace(case, lit=Counting), resumed)
     attempt("lenient", replace(case, lit=Lenient), resumed)
     uploading = Remember()
@@ -683,6 +847,14 @@ def test_what_cannot_be_done_is_said(pool: Pool, digits: Path) -> None:
         "hooked": "of module 'llm' has a hook for its gradient",
         "weights": "plain.ckpt.weights holds the model alone",
         "optimizer": "plain.ckpt was saved with another optimizer than AdamW",
+        "fewer": "plain.ckpt: optimizer 0 was saved with states of 'model.",
+        "joining": "LBFGS joins all parameters to one vector",
+        "copied": "a copy of a model that a strategy has placed",
+        "compiled": "torch.compile around the MultimodalModel of Compiled",
+        "watched gradients": "W&B's watch() sees one rank's part",
+        "watched parameters": "W&B's watch() sees one rank's part",
+        "anomaly": "detect_anomaly=True with tp=2 of module 'llm'",
+        "norms": "trainer.strategy.grad_norm(), called on every rank, is the norm of all gradients",
         "lists": "got a Tensor",
         "shuffled": "DataLoader(shuffle=True)",
         "storage": "storage_options",

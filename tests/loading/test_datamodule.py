@@ -239,6 +239,15 @@ def test_other_stages(digits: Path, tmp_path: Path) -> None:
     assert len(fit(tmp_path, no_val, max_epochs=1).seen) == 2
 
 
+def test_a_checkpoint_folder_is_explained_where_another_strategy_is_given_it(digits: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "last.ckpt"
+    folder.mkdir()
+    (folder / "checkpoint.json").touch()
+    with pytest.raises(IsADirectoryError) as error:
+        trainer(tmp_path).validate(Recorder(), datamodule=data(digits), ckpt_path=str(folder), verbose=False)
+    assert error.value.__notes__ == [f"{folder} is a checkpoint of HeteroStrategy, which reads it with devices=1, too"]
+
+
 def test_one_field_may_be_left_out_by_its_name_alone(digits: Path) -> None:
     """As it is typed on a command line: it is no list of letters, which no sample holds."""
     counts = []

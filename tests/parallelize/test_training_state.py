@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten
 
@@ -20,6 +22,7 @@ from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize.apply import parallelize
+from hetero_strategy.strategy.assembly import _take_parts
 from tests.distributed.harness import Pool
 from tests.parallelize.pieces import MAKE, even_split
 
@@ -86,15 +89,41 @@ def save(rank: int, world: int, kind: str, config: dict[str, Any], path: str, fa
     return sorted(tensors)
 
 
-def load(rank: int, world: int, kind: str, config: dict[str, Any], path: str) -> dict[str, np.ndarray]:
+def load(rank: int, world: int, kind: str, config: dict[str, Any], path: str) -> list[dict[str, np.ndarray]]:
     module, state, optimizer = _state(rank, world, kind, config, seed=8)
-    state.load(Path(path), [optimizer])
-    return _everything(module, optimizer)
+    _load(state, Path(path), optimizer)
+    found = _everything(module, optimizer)
+    for value in (*module.parameters(), *(x for of in optimizer.state.values() for x in of.values())):
+        value.detach().zero_()
+    _load_renamed(module, optimizer, state, Path(path))
+    return [found, _everything(module, optimizer)]
+
+
+def _load_renamed(module: Adapter, optimizer: torch.optim.Optimizer, state: TrainingState, path: Path) -> None:
+    """As on_load_checkpoint and load_state_dict of a LightningModule that calls its model otherwise now."""
+    holder = nn.Module()
+    holder.add_module("net", nn.ModuleDict({"m": module}))
+    holder.net.register_load_state_dict_pre_hook(_take_parts)  # type: ignore[union-attr]
+    renamed = TrainingState("net", {"m": module}, group=state._group)
+    checkpoint = renamed.load(path, [optimizer], apart=True)
+    holder.load_state_dict({_renamed(name): value for name, value in checkpoint["state_dict"].items()})
+    for of in checkpoint["optimizer_states"]:
+        of["state"] = {_renamed(name): value for name, value in of["state"].items()}
+    renamed.load_optimizers([optimizer], checkpoint["optimizer_states"], str(path))
+
+
+def _renamed(name: str) -> str:
+    return name.replace("model.", "net.", 1)
+
+
+def _load(state: TrainingState, path: Path, optimizer: torch.optim.Optimizer) -> None:
+    checkpoint = state.load(path, [optimizer])
+    state.load_optimizers([optimizer], checkpoint["optimizer_states"], str(path))
 
 
 def go_on(rank: int, world: int, config: dict[str, Any], path: str) -> dict[str, np.ndarray]:
     module, state, optimizer = _state(rank, world, "titan", config, 8, factored=True)
-    state.load(Path(path), [optimizer])
+    _load(state, Path(path), optimizer)
     _train(module, optimizer)
     return _everything(module, optimizer)
 
@@ -111,7 +140,7 @@ def _everything(module: Adapter, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 def _full(tensor: torch.Tensor) -> np.ndarray:
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()).numpy()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone().numpy()
 
 
 @pytest.mark.distributed
@@ -136,10 +165,11 @@ def test_checkpoints_move_between_pipelines(pool: Pool, tmp_path: Path, kind: st
     names = pool.run(LAYOUTS[saved]["ranks"], save, kind, LAYOUTS[saved], path)
     assert set().union(*names) == {f"model.m.{n}" for n in module.state_dict()}
     results = pool.run(LAYOUTS[loaded]["ranks"], load, kind, LAYOUTS[loaded], path)
-    for found in results:
+    for found in itertools.chain.from_iterable(results):
         for name, value in found.items():
             assert np.array_equal(value, expected[name]), name
-    assert set().union(*results) == expected.keys()
+    for found in zip(*results, strict=True):
+        assert set().union(*found) == expected.keys()
 
 
 @pytest.mark.distributed
@@ -185,7 +215,7 @@ def test_numbers_and_lists_in_the_state_of_an_optimizer_come_back_as_they_were(t
             checkpoint = {"state_dict": state.model_tensors(), "optimizer_states": [state.optimizer_state(optimizer)]}
             state.save(checkpoint, tmp_path / "c")
         else:
-            state.load(tmp_path / "c", [optimizer])
+            _load(state, tmp_path / "c", optimizer)
         states.append([tree_flatten(dict(sorted(of.items()))) for of in optimizer.state.values()])
     for (expected, shape), (found, as_found) in zip(*states, strict=True):
         assert shape == as_found and [*map(type, expected)] == [*map(type, found)]
@@ -200,8 +230,8 @@ class Subclass(torch.Tensor):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"shards": {"a": 1}}, "Odd has a state 'shards' of model.m.* which is or holds a dict"),
-        ({"several": [1, "two"]}, "Odd has a state 'several' of model.m.* which is or holds a str"),
+        ({"shards": {"a": 1}}, "optimizer 0 has a state 'shards' of model.m.* which is or holds a dict"),
+        ({"several": [1, "two"]}, "optimizer 0 has a state 'several' of model.m.* which is or holds a str"),
         ({"narrow": torch.ones(2).as_subclass(Subclass)}, "'narrow' of model.m.* which is a Subclass"),
         ({"a.b": 1}, "'a.b' of model.m.* whose name is no plain word"),
     ],
@@ -216,7 +246,7 @@ def test_states_of_an_optimizer_without_a_form_are_refused(tmp_path: Path, more:
         state.save({"state_dict": {}, "optimizer_states": [state.optimizer_state(optimizer)]}, tmp_path / "c")
     optimizer.state.clear()
     optimizer.state["together"] = 5  # type: ignore[index]
-    with pytest.raises(CheckpointError, match="Odd has a state 'together' which is of no parameter"):
+    with pytest.raises(CheckpointError, match="optimizer 0 has a state 'together' which is of no parameter"):
         state.save({"state_dict": {}, "optimizer_states": [state.optimizer_state(optimizer)]}, tmp_path / "c")
 
 
@@ -238,7 +268,7 @@ def test_states_take_the_precision_of_their_parameter_unless_they_had_one_of_the
     materialize(module, 8, name="m")
     module.double()
     optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
-    TrainingState("model", {"m": module}, group=None).load(tmp_path / "c", [optimizer])
+    _load(TrainingState("model", {"m": module}, group=None), tmp_path / "c", optimizer)
     _train(module, optimizer)
     (dtypes,) = {tuple((k, v.dtype) for k, v in of.items()) for of in optimizer.state.values()}
     assert dict(dtypes) == {"step": torch.float32, "exp_avg": torch.float64, "exp_avg_sq": torch.float64}
@@ -278,7 +308,7 @@ def test_what_is_loaded_takes_the_place_of_what_was(tmp_path: Path) -> None:
     _train(module, optimizer)
     optimizer.param_groups[0]["lr"] = 7.0
     assert first in optimizer.state
-    state.load(tmp_path / "c", [optimizer])
+    _load(state, tmp_path / "c", optimizer)
     assert first not in optimizer.state and optimizer.param_groups[0]["lr"] == 0.1
     found = _everything(module, optimizer)
     assert found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in found)
