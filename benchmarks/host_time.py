@@ -37,8 +37,7 @@ from benchmarks.peers import torch_pipeline
 from benchmarks.pipelines import Setting, assembled
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.loading.batch import Batch
-from hetero_strategy.runtime import backward
-from hetero_strategy.runtime import executor as running
+from hetero_strategy.runtime import backward, local_stage
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.compile import compile_step
 from hetero_strategy.schedule.text import to_csv
@@ -105,7 +104,7 @@ def stepping(executor: Executor, batch: Batch, kernels: Kernels) -> Iterator[Cal
         for stage in executor.stages.values():
             patches.enter_context(patch.object(stage, "forward", kernels.timed(stage.forward)))
         for owner, name in (
-            (backward, "whole"), (backward, "inputs_first"), (running, "settle"), (dist, "all_reduce"),
+            (backward, "whole"), (backward, "inputs_first"), (local_stage, "settle"), (dist, "all_reduce"),
             (dist, "batch_isend_irecv"),
         ):  # fmt: skip
             patches.enter_context(patch.object(owner, name, kernels.timed(getattr(owner, name))))

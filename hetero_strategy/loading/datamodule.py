@@ -16,7 +16,7 @@ from torch import nn
 from hetero_strategy.checkpoint.folder import INDEX
 from hetero_strategy.data.build_index import DatasetIndex, Verify, build_index
 from hetero_strategy.data.manifest import PathLike, manifest_paths
-from hetero_strategy.data.media import Media, TargetProcessor
+from hetero_strategy.data.media import Media
 from hetero_strategy.data.processors import processors_of
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, is_whole
@@ -164,12 +164,8 @@ class MultimodalDataModule(L.LightningDataModule):
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.num_workers, self.prefetch_factor, self.pin_memory = num_workers, prefetch_factor, pin_memory
         self.engine, self.on_error, self.max_skipped = engine, on_error, max_skipped
-        self._index_options: dict[str, Any] = {
-            "media_folder": media_folder,
-            "cache_folder": cache_folder,
-            "verify": verify,
-            "max_tokens": max_tokens,
-        }
+        self._index_options: dict[str, Any] = {"media_folder": media_folder, "cache_folder": cache_folder}
+        self._index_options |= {"verify": verify, "max_tokens": max_tokens}
         self.leave_out = (leave_out,) if isinstance(leave_out, str) else tuple(leave_out)
         check_fields("leave_out", self.leave_out, self.processors, own=True)
         check_fields("placeholders", placeholders or {}, self.processors)
@@ -209,8 +205,7 @@ class MultimodalDataModule(L.LightningDataModule):
 
     def on_exception(self, exception: BaseException) -> None:
         """Say what reads a checkpoint's folder, where another strategy was given one."""
-        name = getattr(exception, "filename", None)
-        if isinstance(exception, IsADirectoryError) and name and Path(name, INDEX).exists():
+        if isinstance(exception, IsADirectoryError) and Path(name := str(exception.filename), INDEX).exists():
             exception.add_note(f"{name} is a checkpoint of HeteroStrategy, which reads it with devices=1, too")
 
     def teardown(self, stage: str | None = None) -> None:
@@ -291,12 +286,9 @@ class MultimodalDataModule(L.LightningDataModule):
                 **self._index_options,
             )
             where = ", ".join(map(str, manifests))
-            fillers = {
-                name: f"placeholders={{'{processor.field}': '{self.tokenizer.eos}'}}"
-                for name, processor in self.processors.items()
-                if not isinstance(processor, TargetProcessor)
-            }
-            check_limits(index, where, self._limits, self._item_limits, self.balance.budget, fillers)
+            check_limits(
+                index, where, self._limits, self._item_limits, self.balance.budget, self.processors, self.tokenizer.eos
+            )
             if split == "train":
                 check_steps(len(index), self.global_batch_size, self.drop_last)
             self.indices[split] = index

@@ -11,6 +11,7 @@ from lightning.fabric.utilities import rank_zero_info
 from hetero_strategy.data.conversation import SHOWN
 from hetero_strategy.data.dataset_index import DatasetIndex
 from hetero_strategy.data.faults import in_words, list_path
+from hetero_strategy.data.media import Processor, TargetProcessor
 from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import CausalLM
@@ -66,7 +67,8 @@ def check_limits(
     models: Mapping[str, Limits],
     items: Mapping[str, ItemLimit],
     budget: Mapping[str, int],
-    fillers: Mapping[str, str],
+    processors: Mapping[str, Processor],
+    eos: str | None,
 ) -> None:
     """Refuse a data set that cannot be trained to its end, whether or not a run comes to its last sample.
 
@@ -77,7 +79,8 @@ def check_limits(
         models: of language models.
         items: of other modules.
         budget: module -> most rows of an instance in a microbatch.
-        fillers: encoder -> option that fills its items' rows with another token.
+        processors: of the modules that read files.
+        eos: the token that ends an answer, which may fill the rows of items.
 
     Raises:
         ConfigError: a token id is not in a model's embedding, or a sample or an item is more than a budget.
@@ -87,7 +90,7 @@ def check_limits(
         if limits.vocab_size is not None and index.largest_id >= limits.vocab_size:
             raise ConfigError(
                 f"{where}: token ids reach {index.largest_id}, but the embedding of '{module}' has"
-                f" {limits.vocab_size} rows; {_beyond(index, limits.vocab_size, fillers)}"
+                f" {limits.vocab_size} rows; {_beyond(index, limits.vocab_size, processors, eos)}"
             )
     if not index.measured:
         return
@@ -148,12 +151,13 @@ def _of_items(index: DatasetIndex, tokens: np.ndarray) -> str:
     return f", of the longest {' and '.join(said)} (max_patches of a processor bounds a picture)" if said else ""
 
 
-def _beyond(index: DatasetIndex, vocab_size: int, fillers: Mapping[str, str]) -> str:
-    """What to do about ids beyond a vocabulary; those that fill an encoder's rows need no embedding."""
-    for module, option in fillers.items():
+def _beyond(index: DatasetIndex, vocab_size: int, processors: Mapping[str, Processor], eos: str | None) -> str:
+    """Say what to do about ids beyond a vocabulary; those that fill an encoder's rows need no embedding."""
+    for module, processor in processors.items():
         table = index.items[module]
         filled = index.ids[index.offsets[table.sample] + table.start]
-        if filled.max(initial=-1) >= vocab_size:
+        if filled.max(initial=-1) >= vocab_size and not isinstance(processor, TargetProcessor):
+            option = f"placeholders={{'{processor.field}': '{eos}'}}"
             return f"id {int(filled.max())} only fills the rows of '{module}', as any other would: give {option}"
     return f"set vocab_size to at least {index.largest_id + 1}"
 

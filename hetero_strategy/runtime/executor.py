@@ -28,7 +28,7 @@ from hetero_strategy.model.kind import check_output
 from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.copies import masters_kept
-from hetero_strategy.parallelize.gradients import local, settle
+from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.tied import Tied
 from hetero_strategy.plan.ahead import computing
@@ -284,7 +284,8 @@ class RunningStep:
                 fsdp.gather(local.adapter)
             case "REDUCE":
                 begin = recorder.now()
-                self.sums_under_way.append(self._start_sums(action.node, local))
+                groups = self.executor.replicas[action.node], self.executor.tensor_parallel[action.node]
+                self.sums_under_way.append(local.start_sums(*groups, self.executor.unreached.noted))
         recorder.ran(action, begin, local.stream)
 
     def _forward(self, step: RankAction, local: LocalStage, arrived: list[torch.Tensor]) -> None:
@@ -415,19 +416,3 @@ class RunningStep:
             backward.whole(roots)
         if silent and not local.node.sharded:
             fsdp.finish(local.adapter)  # no hook of a backward does, and the next step would compute with these weights
-
-    def _start_sums(self, node: StageId, local: LocalStage) -> Callable[[], None]:
-        """Start to sum gradients over data-parallel ranks; what it returns waits for that."""
-        stage, reached = local.adapter, self.executor.unreached.noted
-        groups = self.executor.replicas[node], self.executor.tensor_parallel[node]
-        if local.copies is not None:
-            local.copies.release()
-        if not (local.wrapped is not None and local.node.sharded):
-            return settle(local.trained, *groups, reached)
-        fsdp.reduce(stage, reached)
-
-        def finish() -> None:
-            fsdp.finish(stage)
-            settle(local.trained, *groups, reached)()
-
-        return finish

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
@@ -16,6 +17,7 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.random_numbers import RandomNumbers
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.copies import WeightCopies, copies_of
+from hetero_strategy.parallelize.gradients import Reached, settle
 from hetero_strategy.parallelize.offload import HostMemory, host_memory
 from hetero_strategy.plan.ahead import computing
 from hetero_strategy.runtime import backward
@@ -78,6 +80,22 @@ class LocalStage(NamedTuple):
             self.copies.fold()
         elif self.wrapped is not None:
             fsdp.accumulate(self.adapter)
+
+    def start_sums(
+        self, replicas: dist.ProcessGroup | None, tensor_parallel: dist.ProcessGroup | None, reached: Reached
+    ) -> Callable[[], None]:
+        """Start to sum gradients over data-parallel ranks; return what waits for that. See :func:`settle`."""
+        if self.copies is not None:
+            self.copies.release()
+        if not (self.wrapped is not None and self.node.sharded):
+            return settle(self.trained, replicas, tensor_parallel, reached)
+        fsdp.reduce(self.adapter, reached)
+
+        def finish() -> None:
+            fsdp.finish(self.adapter)
+            settle(self.trained, replicas, tensor_parallel, reached)()
+
+        return finish
 
 
 class Output(NamedTuple):

@@ -21,7 +21,7 @@ from hetero_strategy.loading.steps import RankView
 from hetero_strategy.model import ModelOutput, MultimodalModel
 from hetero_strategy.parallelize.gradients import local, settle
 from hetero_strategy.plan.packing import deal
-from hetero_strategy.runtime import executor
+from hetero_strategy.runtime import local_stage
 from hetero_strategy.runtime.step import StepRunner
 from tests.distributed.exact import EXACT, NOTICED, on
 from tests.distributed.harness import Pool
@@ -238,7 +238,7 @@ def partly_on_rank(rank: int, world: int, settings: list[Setting]) -> list[dict[
         model.attach(StepRunner(made.executor, owned, lambda: None, lambda: True, lambda: False))
         steps = steps_of(setting, 2, share_of(placed(setting, world), setting, rank))
         split = any("tp" in layout for layout in setting.layouts.values())
-        with patch.object(executor, "settle", partial(settle_rounded, rank)) if split else nullcontext():
+        with patch.object(local_stage, "settle", partial(settle_rounded, rank)) if split else nullcontext():
             found.append(partly(model, [steps[0], steps[0, 1]]))
     return found
 
