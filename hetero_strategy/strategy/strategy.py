@@ -50,16 +50,15 @@ from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.assembly import Assembled, assemble, find_model, move_rest
 from hetero_strategy.strategy.auto import choose, given
 from hetero_strategy.strategy.checkpoints import OwnCheckpoints
+from hetero_strategy.strategy.ending import end_together, stop_together
 from hetero_strategy.strategy.launch import (
     MultiProcessingLauncher,
     ScriptLauncher,
     bound_device,
     check_process_count,
     die_with_script,
-    end_together,
     minutes,
     prepare_device,
-    stop_together,
 )
 from hetero_strategy.strategy.precision import check_trainable, kept, seed_scale, stand_in, storage_of
 from hetero_strategy.strategy.refusals import (

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from hetero_strategy.checkpoint import describe, saving
 from hetero_strategy.runtime.agreement import Stop
 from hetero_strategy.strategy import HeteroStrategy
-from hetero_strategy.strategy.launch import stop_together
+from hetero_strategy.strategy.ending import stop_together
 from tests.distributed.harness import Pool
 from tests.distributed.scenario import Job, build, data, train, train_on_rank
 

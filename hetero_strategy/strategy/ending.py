@@ -1,0 +1,135 @@
+"""How all ranks of a run end together: told to stop, or because one of them failed."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from lightning.fabric.utilities import rank_zero_warn
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from hetero_strategy.runtime.agreement import Stop
+from hetero_strategy.strategy.launch import (
+    STARTED_BY,
+    TO_END,
+    TO_NOTICE,
+    MultiProcessingLauncher,
+    ScriptLauncher,
+)
+
+
+def lost_a_rank(error: BaseException | None) -> bool:
+    """Whether an exception, or its cause, only says that another rank went away: torch.distributed raised it where this
+    package called it, in a world of more than one.
+    """
+    if error is None or not (dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    files = {Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)}
+    files.discard(Path(__file__).with_name("launch.py"))  # calls all that a person's code calls
+    ours = any(file.is_relative_to(Path(__file__).parents[1]) for file in files)
+    theirs = isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
+    return (ours and theirs) or lost_a_rank(error.__cause__)
+
+
+def stop_together(trainer: Trainer, stop: Stop) -> None:
+    """SIGTERM on any rank ends all of them after the same step, so that a callback's ``on_exception`` can still save.
+    SLURM's signal that the job will be queued again lets them save together before the next batch, of a validation
+    too. Where nothing is trained nothing is saved, and the first rank asks SLURM at once.
+
+    What Lightning does about it goes: collectives and saves inside signal handlers, to which other ranks come from
+    wherever they are, and one rank from the middle of a step; and a broadcast before every batch, whose result the host
+    waits for.
+    """
+    connector = trainer._signal_connector
+    stop.agreed = stop.requeue_agreed = False  # a signal that came too late to end or to save a fit is for what follows
+    # A checkpoint has no gradients, so no run ends between batches whose gradients are added up.
+    fitting, batches, validation = TrainerFn.FITTING, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop
+    stop.may = may = lambda: trainer.state.fn != fitting or not batches._should_accumulate()
+    stop.tell = lambda: setattr(connector, "received_sigterm", True)
+
+    def told(signum: Any, frame: Any) -> None:
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not stop.asked:
+            launcher.kill(signum)
+        stop.asked = True
+
+    def told_to_requeue(signum: Any, frame: Any) -> None:
+        stop.requeue = True
+        if trainer.state.fn != fitting:
+            fn = cast(TrainerFn, trainer.state.fn).value
+            rank_zero_warn(f"told that this job will be queued again: {fn} saves nothing, and begins anew in it")
+            trainer.__dict__["save_checkpoint"] = lambda path: None
+            requeue()
+            del trainer.__dict__["save_checkpoint"]
+
+    def requeue() -> None:
+        type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, cast(Any, None))
+        stop.requeue = stop.requeue_agreed = False
+
+    def advance(fetcher: Any) -> None:
+        if stop.requeue_agreed and may():
+            requeue()
+        type(batches).advance(batches, fetcher)
+
+    def validate(*given: Any) -> None:
+        if stop.requeue_agreed and may() and not trainer.sanity_checking:
+            requeue()
+        type(validation)._evaluation_step(validation, *given)
+
+    connector.__dict__.update(_sigterm_notifier_fn=told, _slurm_sigusr_handler_fn=told_to_requeue)
+    batches.__dict__.update(advance=advance, _broadcast_sigterm_tensor=lambda: None)
+    validation.__dict__.update(_evaluation_step=validate)
+    if stop.requeue and trainer.state.fn != fitting:
+        told_to_requeue(signal.SIGUSR1, None)
+
+
+def end_together(error: BaseException, rank: int, launcher: _Launcher | None, stop: Stop) -> None:
+    """What an exception on one rank means for the others, before it goes on its way.
+
+    One that only says that another rank is lost is marked as such and lets that rank be heard first. Ranks that never
+    notice are ended. Where all were told to stop, nothing is to be done.
+
+    Args:
+        launcher: of the Trainer; None: the processes were started from outside.
+        stop: of this rank, which is not told any more once that has ended a run.
+    """
+    if stop.agreed and isinstance(error, SIGTERMException):
+        stop.asked = False
+        return
+    if isinstance(launcher, MultiProcessingLauncher) and launcher.heard():
+        return
+    lost = lost_a_rank(error)
+    if lost:
+        text = f"rank {rank} lost another rank, whose own message tells why"
+        sys.stderr.write(f"{text} (here: {error!s:.300})\n")
+        error.add_note(text)
+    elif dist.is_initialized() and dist.get_world_size() > 1:
+        error.add_note(f"rank {rank} ended the run with this")
+    # Lightning destroys NCCL's groups when a process exits, which waits for messages that the others will never send.
+    atexit.unregister(_destroy_dist_connection)
+    if isinstance(launcher, ScriptLauncher):
+        launcher.failed = True
+        if lost:
+            launcher.wait(TO_END)
+            error.add_note(launcher.fallen() or "all ranks that this one started are still there")
+        late = threading.Timer(TO_NOTICE, launcher.kill, [signal.SIGKILL])
+        late.daemon = True
+        late.start()
+    elif lost and STARTED_BY not in os.environ and not stop.asked:  # else whoever did it ends them already
+        # torchrun, SLURM and the process that forked this one take the first rank that ends for the cause.
+        told = threading.Event()
+        with contextlib.suppress(ValueError):  # of another thread than the main one
+            signal.signal(signal.SIGTERM, lambda *_: told.set())
+        told.wait(TO_END)
