@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -12,14 +13,19 @@ import traceback
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
+from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed.distributed_c10d import _abort_process_group
 
+from hetero_strategy.checkpoint.training import TrainingState
+from hetero_strategy.errors import CheckpointError
 from hetero_strategy.runtime.agreement import Stop
 from hetero_strategy.strategy.launch import (
     STARTED_BY,
@@ -29,11 +35,16 @@ from hetero_strategy.strategy.launch import (
     ScriptLauncher,
 )
 
+LOST = "lost another rank, whose own message tells why"
+"""Mark of an exception that is not the cause."""
+
 
 def lost_a_rank(error: BaseException | None) -> bool:
     """Whether an exception, or its cause, only says that another rank went away: torch.distributed raised it where this
     package called it, in a world of more than one.
     """
+    if any(LOST in note for note in getattr(error, "__notes__", ())):  # its groups may be aborted since
+        return True
     if error is None or not (dist.is_initialized() and dist.get_world_size() > 1):
         return False
     files = {Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)}
@@ -112,7 +123,7 @@ def end_together(error: BaseException, rank: int, launcher: _Launcher | None, st
         return
     lost = lost_a_rank(error)
     if lost:
-        text = f"rank {rank} lost another rank, whose own message tells why"
+        text = f"rank {rank} {LOST}"
         sys.stderr.write(f"{text} (here: {error!s:.300})\n")
         error.add_note(text)
     elif dist.is_initialized() and dist.get_world_size() > 1:
@@ -120,7 +131,7 @@ def end_together(error: BaseException, rank: int, launcher: _Launcher | None, st
     # Lightning destroys NCCL's groups when a process exits, which waits for messages that the others will never send.
     atexit.unregister(_destroy_dist_connection)
     if isinstance(launcher, ScriptLauncher):
-        launcher.failed = True
+        launcher.failed, launcher.torn_down = error, False
         if lost:
             launcher.wait(TO_END)
             error.add_note(launcher.fallen() or "all ranks that this one started are still there")
@@ -133,3 +144,51 @@ def end_together(error: BaseException, rank: int, launcher: _Launcher | None, st
         with contextlib.suppress(ValueError):  # of another thread than the main one
             signal.signal(signal.SIGTERM, lambda *_: told.set())
         told.wait(TO_END)
+
+
+def free(device: torch.device, error: BaseException, save: TrainingState | None) -> bool:
+    """Let a device that waits for messages which no rank will send any more go on, or this process end without it.
+
+    On NCCL a rank's host is ahead of its device, so ranks that were interrupted at different actions leave kernels
+    behind that spin, and whatever waits for the device (``torch.cuda.empty_cache`` does) would wait with it. Where the
+    device ends its work within some seconds nothing is done: a person may catch the exception and go on.
+
+    Args:
+        error: that this rank ends with.
+        save: a checkpoint that is being written in the background is written first; its messages are the host's.
+
+    Returns:
+        Whether the device has ended its work. If not, this process ends within seconds, whatever it waits for.
+    """
+    if device.type != "cuda" or not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+
+    def wait() -> None:
+        with contextlib.suppress(RuntimeError):  # of kernels, which is told elsewhere
+            torch.cuda.synchronize(device)
+
+    waits = threading.Thread(target=wait, name="device", daemon=True)
+    waits.start()
+    waits.join(TO_END)
+    if not waits.is_alive():
+        return True
+    sys.stderr.write(f"rank {dist.get_rank()} ends with {error!r:.300}; its device waits for others; aborting groups\n")
+    try:
+        if save is not None:
+            save.finalize()
+    except CheckpointError as fault:
+        error.add_note(str(fault))
+    faulthandler.dump_traceback_later(TO_END + TO_NOTICE, exit=True)  # a thread of Python's might never run
+    _abort_process_group()
+    waits.join(TO_END)
+    if not waits.is_alive():
+        faulthandler.cancel_dump_traceback_later()
+    return not waits.is_alive()
+
+
+def tear_down(accelerator: Accelerator, launcher: _Launcher | None, *, device_waits: bool) -> None:
+    """End a Trainer's use of the device, which CUDA's accelerator waits for; what follows is a person's."""
+    if not device_waits:
+        accelerator.teardown()
+    if isinstance(launcher, ScriptLauncher):
+        launcher.torn_down = True

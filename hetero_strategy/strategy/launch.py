@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, cast
@@ -41,8 +43,10 @@ TO_NOTICE = 10.0
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Lightning's popen launcher; its processes end with the one that started them, which waits for them at its end."""
 
-    failed = False
-    """This process is on its way out of an exception."""
+    failed: BaseException | None = None
+    """Exception that this process is on its way out of."""
+    torn_down = False
+    """Whether what Lightning does about it is over."""
 
     def launch(self, function: Any, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the script on all other ranks, then go on with this one.
@@ -64,7 +68,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         atexit.register(self._await_children)
 
     def _watch(self) -> None:
-        """A rank that was killed may leave this one in a collective for ever: then both are ended.
+        """A rank that was killed may leave this one in a collective for ever, or in its teardown: then both are ended.
 
         Lightning's own thread for this ends this process at once, and with it the message and the ``finally`` blocks.
         """
@@ -76,6 +80,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             if not self.failed:
                 sys.stderr.write(f"{self.fallen()}; ending\n")
                 os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(TO_NOTICE)
+            if self.failed and not self.torn_down:  # it waits for its device, or for who is gone
+                traceback.print_exception(self.failed)
+                faulthandler.dump_traceback()
+                sys.stderr.write(f"{self.fallen()}, and this process hangs since; ending\n")
+                os._exit(1)
 
     def fallen(self) -> str:
         """Ranks that have ended with an error, and how; empty: none."""

@@ -281,6 +281,24 @@ def test_ctrl_c_of_the_process_that_started_the_ranks_ends_them(start: Starter) 
 
 @pytest.mark.full
 @pytest.mark.slow
+@pytest.mark.parametrize("waits", [0, 1])
+def test_ctrl_c_ends_a_job_in_whose_teardown_a_rank_waits_for_ever(start: Starter, waits: int) -> None:
+    """As a device does that waits for a message which no rank will send any more."""
+    run = start.warm("--sleep", "all", "2", "--wait", str(waits))
+    wait_for(run.folder / "asleep")
+    time.sleep(1)
+    began = time.monotonic()
+    for pid in run.pids():  # as a terminal does
+        os.kill(pid, signal.SIGINT)
+    text = run.end()
+    assert run.code == 1, text
+    assert time.monotonic() - began < 60, text
+    assert ("this process hangs since; ending" in text) == (waits == 0), text
+    assert survivors(run) == []
+
+
+@pytest.mark.full
+@pytest.mark.slow
 def test_a_failure_after_fit_ends_the_job(start: Starter) -> None:
     late = start("--late")
     text = late.end()
