@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 import sys
 import threading
@@ -25,8 +26,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from hetero_strategy.checkpoint.training import TrainingState
-from hetero_strategy.errors import CheckpointError
-from hetero_strategy.runtime.agreement import Stop
+from hetero_strategy.errors import CheckpointError, ConfigError
+from hetero_strategy.runtime.agreement import Stop, said
 from hetero_strategy.strategy.launch import (
     STARTED_BY,
     TO_END,
@@ -35,21 +36,25 @@ from hetero_strategy.strategy.launch import (
     ScriptLauncher,
 )
 
-LOST = "lost another rank, whose own message tells why"
-"""Mark of an exception that is not the cause."""
+LOST, VAIN = "lost another rank, whose own message tells why", "waited for another rank until the timeout"
+"""Marks of an exception that is not the cause."""
+PACKAGE, AROUND = Path(__file__).parents[1], {Path(__file__), Path(__file__).with_name("launch.py")}
+"""This package, and those of its files that call what a person writes."""
+
+TO_COME = 60.0
+"""Seconds in which all ranks set ``trainer.should_stop`` after the same step; their hosts are that close."""
 
 
 def lost_a_rank(error: BaseException | None) -> bool:
     """Whether an exception, or its cause, only says that another rank went away: torch.distributed raised it where this
     package called it, in a world of more than one.
     """
-    if any(LOST in note for note in getattr(error, "__notes__", ())):  # its groups may be aborted since
+    if any(mark in note for note in getattr(error, "__notes__", ()) for mark in (LOST, VAIN)):  # groups may be aborted
         return True
     if error is None or not (dist.is_initialized() and dist.get_world_size() > 1):
         return False
     files = {Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)}
-    files.discard(Path(__file__).with_name("launch.py"))  # calls all that a person's code calls
-    ours = any(file.is_relative_to(Path(__file__).parents[1]) for file in files)
+    ours = any(file.is_relative_to(PACKAGE) for file in files - AROUND)
     theirs = isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
     return (ours and theirs) or lost_a_rank(error.__cause__)
 
@@ -92,7 +97,16 @@ def stop_together(trainer: Trainer, stop: Stop) -> None:
     def advance(fetcher: Any) -> None:
         if stop.requeue_agreed and may():
             requeue()
+        before = trainer.should_stop
         type(batches).advance(batches, fetcher)
+        if trainer.should_stop and not before and trainer.world_size > 1:
+            step = f"{trainer.global_step}/{batches.total_batch_idx}"
+            if ranks := {*range(trainer.world_size)} - {*said(f"should_stop/{step}", "yes", TO_COME)}:
+                raise ConfigError(
+                    f"rank {trainer.global_rank} set trainer.should_stop in step {trainer.global_step}, and ranks"
+                    f" {sorted(ranks)} did not within {TO_COME:g} s; set it on all ranks: decide from what all have,"
+                    " such as out.loss, or ask trainer.strategy.reduce_boolean_decision"
+                )
 
     def validate(*given: Any) -> None:
         if stop.requeue_agreed and may() and not trainer.sanity_checking:
@@ -104,6 +118,40 @@ def stop_together(trainer: Trainer, stop: Stop) -> None:
     validation.__dict__.update(_evaluation_step=validate)
     if stop.requeue and trainer.state.fn != fitting:
         told_to_requeue(signal.SIGUSR1, None)
+
+
+def explained(error: BaseException) -> str:
+    """Tell a rank that waited in vain from one that lost another, and where those are that ended like this one."""
+    here = _place(error)
+    others = said("place", here)
+    del others[dist.get_rank()]
+    places = "".join(f"; rank {rank} was in {place}" for rank, place in others.items())
+    if not re.search("timed out|timeout", str(error), re.IGNORECASE):
+        return LOST + places
+    silent = sorted({*range(dist.get_world_size())} - {*others} - {dist.get_rank()})
+    if silent:
+        places += f"; ranks {silent} have not said where they are: they compute, sleep or wait elsewhere"
+    return (
+        f"{VAIN}, in {here}{places}. All ranks have to make the same calls: look for one that only some make, as in"
+        " `if trainer.is_global_zero:`, of save_checkpoint, self.log(sync_dist=True) or a collective of your own, and"
+        " for a rank that is slow"
+    )
+
+
+def _place(error: BaseException) -> str:
+    """Describe which call of this package an exception comes from, and the line of a person's code that made it."""
+    if not (frames := traceback.extract_tb(error.__traceback__)) and error.__cause__ is not None:
+        return _place(error.__cause__)
+    files = [Path(frame.filename) for frame in frames]
+    libraries = (PACKAGE, Path(os.__file__).parent)
+    own = [
+        n for n, f in enumerate(files) if "site-packages" not in f.parts and not any(map(f.is_relative_to, libraries))
+    ]
+    after = own[-1] + 1 if own else 0
+    ours = (n for n in range(after, len(files)) if files[n].is_relative_to(PACKAGE) and files[n] not in AROUND)
+    at = next(ours, len(files) - 1)
+    by = f", called by {frames[own[-1]].name} ({files[own[-1]].name}:{frames[own[-1]].lineno})" if own else ""
+    return f"{frames[at].name} ({files[at].name}){by}"
 
 
 def end_together(error: BaseException, rank: int, launcher: _Launcher | None, stop: Stop) -> None:
@@ -123,7 +171,7 @@ def end_together(error: BaseException, rank: int, launcher: _Launcher | None, st
         return
     lost = lost_a_rank(error)
     if lost:
-        text = f"rank {rank} {LOST}"
+        text = f"rank {rank} {explained(error)}"
         sys.stderr.write(f"{text} (here: {error!s:.300})\n")
         error.add_note(text)
     elif dist.is_initialized() and dist.get_world_size() > 1:
