@@ -16,10 +16,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
