@@ -26,7 +26,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from hetero_strategy.errors import CheckpointError, ConfigError, HeteroError
-from hetero_strategy.strategy.launch import STARTED_BY, die_with_script, lost_a_rank
+from hetero_strategy.strategy.ending import lost_a_rank
+from hetero_strategy.strategy.launch import STARTED_BY, die_with_script
 from hetero_strategy.zoo import quiet
 from recipes import torchrun
 from recipes.hints import explained

@@ -62,7 +62,7 @@ def apply_fsdp(module: Adapter, mesh: DeviceMesh, storage: Storage = FP32, kept:
             meets = torch.is_grad_enabled() or not alone  # replicas meet in backward alone
             return meets and all(group.reduce_grads for group in groups)
 
-        take_part(module, units, applies)
+        take_part(module, units, applies, mesh)
 
 
 def compute_in(storage: Storage, layers: Iterable[nn.Module]) -> None:

@@ -3,17 +3,20 @@
 Where weights are gathered and gradients summed with each microbatch, FSDP's hooks follow the autograd graph: a rank
 whose graph leaves a unit out, or reaches it by another way, would meet others in the wrong collective. Backbones have
 such graphs where there are no rows: ``torch.cat([x.new_zeros(0, n), *per_item])`` follows from nothing without items.
+A rank that runs a unit more often than others, such as once per item, would meet them there too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from hetero_strategy.errors import ModelError
@@ -21,16 +24,19 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.kind import LossOutput
 
 
-def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[[], bool]) -> None:
+def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[[], bool], mesh: DeviceMesh) -> None:
     """Let what a stage makes follow from all of its units, and what units take of no rows from what lies before them.
 
-    A unit that did not run is refused: the ranks that gather its weights would wait for ever.
+    A unit that did not run, or not as often as on other ranks, is refused: the ranks that share its weights would wait
+    for ever. The first forward compares all ranks, and each later one runs its units as often as the first did.
 
     Args:
         stage: an FSDP root.
         units: below it, by FQN.
         applies: tells whether the stage's coming forward gathers weights and its backward sums gradients.
+        mesh: ranks that share its weights.
     """
+    runs = _Runs(stage, list(units), mesh)
     ran: dict[str, list[Tensor]] = {}
     """Unit -> what it made, also where nothing reads that: a backward comes to the same units on all ranks."""
     trained = {fqn: any(p.requires_grad for p in unit.parameters()) for fqn, unit in units.items()}
@@ -47,6 +53,7 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
 
     def begin(stage: nn.Module, given: tuple[Any, ...]) -> None:
         ran.clear()  # also of what ran again in a backward
+        runs.begin(applies())
 
     def note(fqn: str, unit: nn.Module, given: Any, made: Any) -> None:
         ran[fqn] = [x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad]
@@ -60,6 +67,7 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
                 " that are gathered apart), so the ranks that share its weights would wait for this one; run all blocks"
                 " in every forward, with no rows where there are no items, or set reshard_after_forward='never'"
             )
+        runs.end()
         rows = made.loss_sum if isinstance(made, LossOutput) else made
         if not isinstance(rows, Tensor) or not torch.is_grad_enabled():
             return None
@@ -72,9 +80,79 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
 
     for fqn, unit in units.items():
         unit.register_forward_pre_hook(follow, prepend=True)
+        unit.register_forward_pre_hook(partial(runs.count, fqn), prepend=True)  # before FSDP gathers its weights
         unit.register_forward_hook(partial(note, fqn))
     stage.register_forward_pre_hook(begin)
     stage.register_forward_hook(join, prepend=True)  # before FSDP's own
+
+
+class _Runs:
+    """How often the units of a stage run in a forward: as often on all ranks, and in all forwards of a kind.
+
+    Args:
+        names: of the units.
+        mesh: ranks that are compared.
+    """
+
+    def __init__(self, stage: Adapter, names: Sequence[str], mesh: DeviceMesh) -> None:
+        self._stage, self._names, self._mesh = stage, names, mesh
+        self._first: dict[bool, dict[str, int]] = {}
+        """Unit -> its runs in the first forward, apart for those with and without gradients."""
+        self._now: dict[str, int] = {}
+        self._counts = False
+
+    def begin(self, counts: bool) -> None:
+        self._counts, self._now = counts, dict.fromkeys(self._names, 0)
+
+    def count(self, name: str, unit: nn.Module, given: Any) -> None:
+        if not self._counts:  # not in a forward: it runs again in a backward
+            return
+        self._now[name] = runs = self._now[name] + 1
+        first = self._first.get(torch.is_grad_enabled())
+        if first is None and runs > 1:
+            self._meet(name)
+        elif first is not None and runs > first[name]:
+            raise self._fault(
+                f"{name} runs {runs} times or more in a microbatch, and ran {first[name]} in the first one"
+            )
+
+    def end(self) -> None:
+        """Compare the whole forward; the first one is a collective over the mesh, as each further run of a unit is."""
+        self._counts = False
+        first = self._first.get(torch.is_grad_enabled())
+        if first is None:
+            self._meet(None)
+            self._first[torch.is_grad_enabled()] = self._now
+        elif fewer := [name for name in self._names if self._now[name] < first[name]]:
+            name = fewer[0]
+            raise self._fault(f"{name} ran {self._now[name]} times in a microbatch, and {first[name]} in the first one")
+
+    def _meet(self, name: str | None) -> None:
+        """Compare which unit the ranks are about to run again; None: none is left to be run on this rank.
+
+        Up to here all of them ran the same units, so those that do not come have run it one time less.
+        """
+        mine = torch.tensor([0 if name is None else 1 + self._names.index(name)], device=self._mesh.device_type)
+        for axis in reversed(range(self._mesh.ndim)):
+            group = self._mesh.get_group(axis)
+            found = mine.new_empty(group.size())
+            dist.all_gather_into_tensor(found, mine, group=group)
+            places = found.tolist()
+            if len(set(places)) > 1:
+                again, ranks = max(places), dist.get_process_group_ranks(group)
+                more = [rank for rank, place in zip(ranks, places, strict=True) if place == again]
+                name = self._names[again - 1]
+                runs = self._now[name] - (max(places) == mine.item())
+                raise self._fault(
+                    f"{name} runs {runs + 1} times or more in a microbatch on ranks {more}, and {runs} on ranks"
+                    f" {sorted({*ranks} - {*more})}"
+                )
+
+    def _fault(self, what: str) -> ModelError:
+        return ModelError(
+            f"module '{self._stage.name}': {what}, but the ranks that share its weights gather them for each run; let"
+            " each block run once for all items of a microbatch, or set reshard_after_forward='never'"
+        )
 
 
 def _trains_before(stage: Adapter, units: Mapping[str, nn.Module]) -> bool:

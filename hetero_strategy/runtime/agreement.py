@@ -117,32 +117,41 @@ class Agreement:
                     self.stop.tell()
 
 
-def plans_differ(plan: StepPlan) -> bool:
-    """After an exchange failed: whether the ranks that failed too had another plan. Each asks the store, for no
-    collective works any more.
-    """
-    store, world = _get_default_store(), dist.get_world_size()
-    name = f"hetero_strategy/plan/{plan.metadata.epoch}/{plan.metadata.step}"
-    mine = str(plan.digest)
+def said(name: str, mine: str, patience: float = PATIENCE) -> dict[int, str]:
+    """Exchange a text by the store, where no collective works: by rank, of those that say theirs in time."""
+    store, found = _get_default_store(), {dist.get_rank(): mine}
+    name = f"hetero_strategy/{name}"
     try:
         store.set(f"{name}/{dist.get_rank()}", mine)
-        end = time.monotonic() + PATIENCE
-        missing = set(range(world))
-        while missing and time.monotonic() < end:
-            for rank in [r for r in missing if store.check([f"{name}/{r}"])]:
-                if store.get(f"{name}/{rank}").decode() != mine:
-                    return True
-                missing.discard(rank)
+        end = time.monotonic() + patience
+        while len(found) < dist.get_world_size() and time.monotonic() < end:
+            for rank in set(range(dist.get_world_size())) - set(found):
+                if store.check([f"{name}/{rank}"]):
+                    found[rank] = store.get(f"{name}/{rank}").decode()
             time.sleep(0.05)
     except RuntimeError:  # the store went with its rank
         pass
-    return False
+    return dict(sorted(found.items()))
+
+
+def plans_differ(plan: StepPlan) -> bool:
+    """After an exchange failed: whether the ranks that failed too had another plan."""
+    found = said(f"plan/{plan.metadata.epoch}/{plan.metadata.step}", str(plan.digest))
+    return len(set(found.values())) > 1
 
 
 def different(plan: StepPlan) -> DataError:
-    """What is said then."""
+    """Make the error of ranks with different plans: for one step, or because they run different steps."""
+    step = f"step {plan.metadata.step} of epoch {plan.metadata.epoch}"
+    found = said("step", f"{'training' if torch.is_grad_enabled() else 'evaluation'} {step}")
+    if len(set(found.values())) > 1:
+        return DataError(
+            f"ranks run different steps: {', '.join(f'rank {rank} {where}' for rank, where in found.items())}; some of"
+            " them went another way, as with trainer.should_stop = True on one rank alone; decide from what all ranks"
+            " have, such as out.loss, or ask trainer.strategy.reduce_boolean_decision"
+        )
     return DataError(
-        f"ranks made different plans for step {plan.metadata.step} of epoch {plan.metadata.epoch}: all of them"
-        " must have the same data files, options and versions of this library and numpy, and schedules and balance"
-        " policies of one's own must not draw random numbers; compare the nodes"
+        f"ranks made different plans for {step}: all of them must have the same data files, options and versions of"
+        " this library and numpy, and schedules and balance policies of one's own must not draw random numbers; compare"
+        " the nodes"
     )

@@ -1,9 +1,10 @@
-"""How the processes of a run start, and how they end together."""
+"""How the processes of a run start, and end with the process that started them."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import os
 import signal
 import subprocess
@@ -11,9 +12,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar, cast
 from weakref import WeakSet
 
@@ -22,18 +22,15 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities import rank_zero_warn
-from lightning.fabric.utilities.distributed import _destroy_dist_connection, _set_num_threads_if_needed
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher, _WorkerOutput
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.loading.datamodule import MultimodalDataModule
-from hetero_strategy.runtime.agreement import Stop
 
 STARTED_BY = "HETERO_STRATEGY_STARTED_BY"
 """Environment variable of processes that run a script again: id of the process that started them."""
@@ -46,8 +43,10 @@ TO_NOTICE = 10.0
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Lightning's popen launcher; its processes end with the one that started them, which waits for them at its end."""
 
-    failed = False
-    """This process is on its way out of an exception."""
+    failed: BaseException | None = None
+    """Exception that this process is on its way out of."""
+    torn_down = False
+    """Whether what Lightning does about it is over."""
 
     def launch(self, function: Any, *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the script on all other ranks, then go on with this one.
@@ -69,7 +68,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         atexit.register(self._await_children)
 
     def _watch(self) -> None:
-        """A rank that was killed may leave this one in a collective for ever: then both are ended.
+        """A rank that was killed may leave this one in a collective for ever, or in its teardown: then both are ended.
 
         Lightning's own thread for this ends this process at once, and with it the message and the ``finally`` blocks.
         """
@@ -81,6 +80,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             if not self.failed:
                 sys.stderr.write(f"{self.fallen()}; ending\n")
                 os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(TO_NOTICE)
+            if self.failed and not self.torn_down:  # it waits for its device, or for who is gone
+                traceback.print_exception(self.failed)
+                faulthandler.dump_traceback()
+                sys.stderr.write(f"{self.fallen()}, and this process hangs since; ending\n")
+                os._exit(1)
 
     def fallen(self) -> str:
         """Ranks that have ended with an error, and how; empty: none."""
@@ -111,35 +116,115 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
 
     _trained: ClassVar[WeakSet[LightningModule]] = WeakSet()
     """Modules whose weights ended with the processes that trained them, whichever Trainer started these."""
+    _before: Any = signal.SIG_DFL
+    """Handler of SIGTERM that this process had before it started ranks."""
+    _heard: tuple[Trainer, list[Callback]] | None = None
+    """Trainer and callbacks of a run that an exception ended on the ranks, where these callbacks heard of it."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Start the processes and wait for them.
+        """Start the processes and wait for them; pass SIGTERM and Ctrl-C on to them.
 
         Raises:
             ConfigError: the weights that are asked for are gone; or see :func:`check_microbatches`.
+            SystemExit: all ranks ended with it, such as Lightning's SIGTERMException.
         """
         check_microbatches(args, trainer)
-        self._started_by = os.getpid()
+        self._started_by, self.procs = os.getpid(), []
         module = args[0] if args and isinstance(args[0], LightningModule) else None
         if module in self._trained and not any(isinstance(one, str | os.PathLike) for one in args):
             raise ConfigError(
                 "HeteroStrategy: with start_method='fork' or 'spawn' trained weights end with the processes of fit, and"
                 " this module has its initial ones: give ckpt_path=..., or use start_method='popen'"
             )
-        found = super().launch(function, *args, trainer=trainer, **kwargs)
-        if module is not None and trainer is not None and trainer.state.fn == "fit":
-            self._trained.add(module)
+        try:
+            with self._passing_sigterm_on():
+                found = super().launch(function, *args, trainer=trainer, **kwargs)
+            if isinstance(found, SystemExit):
+                raise found
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                self._interrupt_ranks()
+            if self.procs and trainer is not None:  # here they could save nothing
+                self._heard = trainer, cast(Any, trainer).callbacks
+                cast(Any, trainer).callbacks = []
+            raise
+        finally:
+            if self.procs and module is not None and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+                self._trained.add(module)
         return found
 
-    def _wrapping_function(self, process_idx: int, trainer: Trainer | None, *args: Any, **kwargs: Any) -> None:
-        die_with_parent(self._started_by)
+    def heard(self) -> bool:
+        """Whether an exception is that of ranks, which are gone; give the Trainer its callbacks back."""
+        if self._heard is None:
+            return False
+        trainer, callbacks = self._heard
+        self._heard, cast(Any, trainer).callbacks = None, callbacks
+        return True
+
+    @contextlib.contextmanager
+    def _passing_sigterm_on(self) -> Iterator[None]:
+        """Let a signal to end this process, which is no rank, end the ranks; it waits for them as ever."""
+
+        def told(signum: int, frame: Any) -> None:
+            if not self.procs:  # the ranks are being started, and end with this process
+                signal.signal(signum, self._before)
+                os.kill(os.getpid(), signum)
+                return
+            self.kill(cast(signal.Signals, signum))
+            if callable(self._before):
+                self._before(signum, frame)
+
+        self._before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signal.signal(signal.SIGTERM, told)
         try:
-            super()._wrapping_function(process_idx, trainer, *args, **kwargs)
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _interrupt_ranks(self) -> None:
+        """End the ranks as Ctrl-C does in a terminal, which sends it to them too."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for seconds, number in ((TO_END, signal.SIGINT), (TO_NOTICE, signal.SIGKILL)):
+            end = time.monotonic() + seconds
+            for process in self.procs:
+                process.join(max(0.0, end - time.monotonic()))
+            self.kill(number)
+
+    def _wrapping_function(
+        self,
+        process_idx: int,
+        trainer: Trainer | None,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        return_queue: Any,
+        global_states: Any = None,
+    ) -> None:
+        die_with_parent(self._started_by)
+        signal.signal(signal.SIGTERM, self._before)  # not what this process inherits when it is forked
+        try:
+            super()._wrapping_function(process_idx, trainer, function, args, kwargs, return_queue, global_states)
         except BaseException as error:
+            if interrupted := isinstance(error, KeyboardInterrupt):
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would break off what is done about it
+            found: Any = error
             if trainer is not None:  # Lightning does this in the process that started the ranks, and in no rank
                 _interrupt(trainer, error)
                 trainer._teardown()
-            raise
+                found = self._collect_rank_zero_results(trainer, error)
+            if interrupted:
+                sys.exit(1)  # torch would take it for success
+            if not isinstance(error, SystemExit) or error.code:
+                raise
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a rank that has done what it was told to
+            if process_idx == 0:  # Lightning waits for what the first rank returns
+                return_queue.put(found)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_before": signal.SIG_DFL}
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> _WorkerOutput | None:
         callback = trainer.checkpoint_callback
@@ -261,105 +346,3 @@ def die_with_script() -> None:
     """:func:`die_with_parent` in a process that :class:`ScriptLauncher` started; nothing in any other."""
     if STARTED_BY in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
         die_with_parent(int(os.environ[STARTED_BY]))
-
-
-def lost_a_rank(error: BaseException | None) -> bool:
-    """Whether an exception, or its cause, only says that another rank went away: torch.distributed raised it where this
-    package called it, in a world of more than one.
-    """
-    if error is None or not (dist.is_initialized() and dist.get_world_size() > 1):
-        return False
-    files = {Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)} - {Path(__file__)}
-    ours = any(file.is_relative_to(Path(__file__).parents[1]) for file in files)
-    theirs = isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
-    return (ours and theirs) or lost_a_rank(error.__cause__)
-
-
-def stop_together(trainer: Trainer, stop: Stop) -> None:
-    """SIGTERM on any rank ends all of them after the same step, so that a callback's ``on_exception`` can still save.
-    SLURM's signal that the job will be queued again lets them save together before the next batch, of a validation
-    too. Where nothing is trained nothing is saved, and the first rank asks SLURM at once.
-
-    What Lightning does about it goes: collectives and saves inside signal handlers, to which other ranks come from
-    wherever they are, and one rank from the middle of a step; and a broadcast before every batch, whose result the host
-    waits for.
-    """
-    connector = trainer._signal_connector
-    stop.agreed = stop.requeue_agreed = False  # a signal that came too late to end or to save a fit is for what follows
-    # A checkpoint has no gradients, so no run ends between batches whose gradients are added up.
-    fitting, batches, validation = TrainerFn.FITTING, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop
-    stop.may = may = lambda: trainer.state.fn != fitting or not batches._should_accumulate()
-    stop.tell = lambda: setattr(connector, "received_sigterm", True)
-
-    def told(signum: Any, frame: Any) -> None:
-        launcher = trainer.strategy.launcher
-        if launcher is not None and not stop.asked:
-            launcher.kill(signum)
-        stop.asked = True
-
-    def told_to_requeue(signum: Any, frame: Any) -> None:
-        stop.requeue = True
-        if trainer.state.fn != fitting:
-            fn = cast(TrainerFn, trainer.state.fn).value
-            rank_zero_warn(f"told that this job will be queued again: {fn} saves nothing, and begins anew in it")
-            trainer.__dict__["save_checkpoint"] = lambda path: None
-            requeue()
-            del trainer.__dict__["save_checkpoint"]
-
-    def requeue() -> None:
-        type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, cast(Any, None))
-        stop.requeue = stop.requeue_agreed = False
-
-    def advance(fetcher: Any) -> None:
-        if stop.requeue_agreed and may():
-            requeue()
-        type(batches).advance(batches, fetcher)
-
-    def validate(*given: Any) -> None:
-        if stop.requeue_agreed and may() and not trainer.sanity_checking:
-            requeue()
-        type(validation)._evaluation_step(validation, *given)
-
-    connector.__dict__.update(_sigterm_notifier_fn=told, _slurm_sigusr_handler_fn=told_to_requeue)
-    batches.__dict__.update(advance=advance, _broadcast_sigterm_tensor=lambda: None)
-    validation.__dict__.update(_evaluation_step=validate)
-    if stop.requeue and trainer.state.fn != fitting:
-        told_to_requeue(signal.SIGUSR1, None)
-
-
-def end_together(error: BaseException, rank: int, launcher: _Launcher | None, stop: Stop) -> None:
-    """What an exception on one rank means for the others, before it goes on its way.
-
-    One that only says that another rank is lost is marked as such and lets that rank be heard first. Ranks that never
-    notice are ended. Where all were told to stop, nothing is to be done.
-
-    Args:
-        launcher: of the Trainer; None: the processes were started from outside.
-        stop: of this rank, which is not told any more once that has ended a run.
-    """
-    if stop.agreed and isinstance(error, SIGTERMException):
-        stop.asked = False
-        return
-    lost = lost_a_rank(error)
-    if lost:
-        text = f"rank {rank} lost another rank, whose own message tells why"
-        sys.stderr.write(f"{text} (here: {error!s:.300})\n")
-        error.add_note(text)
-    elif dist.is_initialized() and dist.get_world_size() > 1:
-        error.add_note(f"rank {rank} ended the run with this")
-    # Lightning destroys NCCL's groups when a process exits, which waits for messages that the others will never send.
-    atexit.unregister(_destroy_dist_connection)
-    if isinstance(launcher, ScriptLauncher):
-        launcher.failed = True
-        if lost:
-            launcher.wait(TO_END)
-            error.add_note(launcher.fallen() or "all ranks that this one started are still there")
-        late = threading.Timer(TO_NOTICE, launcher.kill, [signal.SIGKILL])
-        late.daemon = True
-        late.start()
-    elif lost and STARTED_BY not in os.environ and not stop.asked:  # else whoever did it ends them already
-        # torchrun, SLURM and the process that forked this one take the first rank that ends for the cause.
-        told = threading.Event()
-        with contextlib.suppress(ValueError):  # of another thread than the main one
-            signal.signal(signal.SIGTERM, lambda *_: told.set())
-        told.wait(TO_END)

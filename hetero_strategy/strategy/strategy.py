@@ -50,16 +50,15 @@ from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy.assembly import Assembled, assemble, find_model, move_rest
 from hetero_strategy.strategy.auto import choose, given
 from hetero_strategy.strategy.checkpoints import OwnCheckpoints
+from hetero_strategy.strategy.ending import end_together, free, stop_together, tear_down
 from hetero_strategy.strategy.launch import (
     MultiProcessingLauncher,
     ScriptLauncher,
     bound_device,
     check_process_count,
     die_with_script,
-    end_together,
     minutes,
     prepare_device,
-    stop_together,
 )
 from hetero_strategy.strategy.precision import check_trainable, kept, seed_scale, stand_in, storage_of
 from hetero_strategy.strategy.refusals import (
@@ -174,7 +173,7 @@ class HeteroStrategy(OwnCheckpoints):
         short = self._timeout if step_timeout is None else minutes("step_timeout", step_timeout)
         self._step_timeout = min(short, self._timeout)
         self._async_checkpoint, self._verify, self._keep_fp32 = async_checkpoint, verify_checkpoints, kept(keep_fp32)
-        self.num_nodes, self._prefix, self._stop = 1, "", Stop()
+        self.num_nodes, self._prefix, self._stop, self._device_waits = 1, "", Stop(), False
         self.row_caches = RowCaches(cache)
         self._placement: Placement | None = None
         self._multimodal: MultimodalModel | None = None
@@ -408,6 +407,8 @@ class HeteroStrategy(OwnCheckpoints):
             exception.add_note(out_of_memory(self.executor, self.optimizers))
         note_parts(exception)
         end_together(exception, self.global_rank, self._launcher, self._stop)
+        if not self._stop.agreed:
+            self._device_waits = not free(self.root_device, exception, self._assembled and self._assembled.state)
 
     def teardown(self) -> None:
         if self._assembled is not None:
@@ -419,7 +420,7 @@ class HeteroStrategy(OwnCheckpoints):
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        tear_down(self.accelerator, self._launcher, device_waits=self._device_waits)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

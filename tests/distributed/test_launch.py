@@ -25,15 +25,12 @@ import torch
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch.trainer.states import TrainerFn
 
+from hetero_strategy.checkpoint import describe
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.runtime.agreement import Stop
 from hetero_strategy.strategy import HeteroStrategy
-from hetero_strategy.strategy.launch import (
-    MultiProcessingLauncher,
-    bound_device,
-    end_together,
-    prepare_device,
-)
+from hetero_strategy.strategy.ending import end_together
+from hetero_strategy.strategy.launch import MultiProcessingLauncher, bound_device, prepare_device
 from tests.distributed.harness import Pool
 from tests.distributed.scenario import Job, data, train
 from tests.distributed.scripts.train import STEPS
@@ -251,7 +248,54 @@ def test_a_rank_that_hangs_ends_the_job_soon(start: Starter) -> None:
     text = run.end(2 * SECONDS)
     assert run.code != 0, text
     assert time.monotonic() - began < SECONDS, text
-    assert "Timed out waiting 5000ms" in text and "rank 0 lost another rank" in text, text
+    waited = r"rank 0 waited for another rank until the timeout, in forward \(multimodal.py\), called by training_step "
+    assert "Timed out waiting 5000ms" in text and re.search(waited, text), text
+    assert "ranks [1] have not said where they are: they compute, sleep" in text, text
+    assert survivors(run) == []
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_signal_to_end_lets_ranks_save_and_ends_the_process_that_started_them(start: Starter) -> None:
+    """Whether a rank gets it or that process, which is none. A script ends with code 0, as it does with popen."""
+    runs = {
+        "fork 1": start.warm("--start", "fork", "--tell", "SIGTERM", "1", "1"),
+        "fork": start.warm("--start", "fork", "--tell", "SIGTERM", "parent", "1"),
+        "spawn": start("--start", "spawn", "--tell", "SIGTERM", "parent", "1"),
+    }
+    for way, run, text, seconds in watch_all(runs):
+        assert run.code == 0 and seconds < SECONDS, f"{way}\n{text}"
+        assert describe(run.folder / "last.ckpt").step in (2, 3), way  # another process is told within a step or two
+        assert len(list(run.folder.glob("told*"))) == 2 and "loss=" not in text, f"{way}\n{text}"
+        assert survivors(run) == [], way
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_ctrl_c_of_the_process_that_started_the_ranks_ends_them(start: Starter) -> None:
+    run = start.warm("--start", "fork", "--tell", "SIGINT", "parent", "1", "--sleep", "1", "2")
+    text, seconds = watched(run)
+    assert run.code == 1 and seconds < SECONDS, text
+    assert sorted(p.name for p in run.folder.glob("told*")) == ["told0", "told1"], text
+    assert not (run.folder / "last.ckpt").exists()
+    assert survivors(run) == []
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [0, 1])
+def test_ctrl_c_ends_a_job_in_whose_teardown_a_rank_waits_for_ever(start: Starter, waits: int) -> None:
+    """As a device does that waits for a message which no rank will send any more."""
+    run = start.warm("--sleep", "all", "2", "--wait", str(waits))
+    wait_for(run.folder / "asleep")
+    time.sleep(1)
+    began = time.monotonic()
+    for pid in run.pids():  # as a terminal does
+        os.kill(pid, signal.SIGINT)
+    text = run.end()
+    assert run.code == 1, text
+    assert time.monotonic() - began < 60, text
+    assert ("this process hangs since; ending" in text) == (waits == 0), text
     assert survivors(run) == []
 
 
@@ -299,15 +343,26 @@ def wait_for(path: Path, seconds: float = 360) -> None:
 
 
 def test_weights_that_ended_with_their_processes_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a module that was trained by fork or spawn; a checkpoint has them."""
-    monkeypatch.setattr("hetero_strategy.strategy.launch._MultiProcessingLauncher.launch", lambda *_, **__: "ran")
+    """Of a module that was trained by fork or spawn, however that ended; a checkpoint has them."""
+
+    def started(self: MultiProcessingLauncher, function: object, module: object, *given: object, **_: object) -> str:
+        self.procs = [BaseProcess()]
+        if module is broken:
+            raise ValueError("broken")
+        return "ran"
+
+    broken = L.LightningModule()
+    monkeypatch.setattr("hetero_strategy.strategy.launch._MultiProcessingLauncher.launch", started)
     launcher = MultiProcessingLauncher(HeteroStrategy({"llm": {"ranks": [0]}}, start_method="fork"), "fork")
     module, trainer = L.LightningModule(), L.Trainer(logger=False, enable_checkpointing=False)
     trainer.state.fn = TrainerFn.FITTING
     assert launcher.launch(print, module, None, trainer=trainer) == "ran"
+    with pytest.raises(ValueError, match="broken"):
+        launcher.launch(print, broken, None, trainer=trainer)
     trainer.state.fn = TrainerFn.VALIDATING
-    with pytest.raises(ConfigError, match="give ckpt_path="):
-        launcher.launch(print, module, None, None, trainer=trainer)
+    for trained in (module, broken):
+        with pytest.raises(ConfigError, match="give ckpt_path="):
+            launcher.launch(print, trained, None, None, trainer=trainer)
     assert launcher.launch(print, module, None, "last.ckpt", trainer=trainer) == "ran"
     assert launcher.launch(print, L.LightningModule(), None, None, trainer=trainer) == "ran"
 

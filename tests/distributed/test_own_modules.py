@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from hetero_strategy.errors import ModelError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model import Backbone, Encoder, EncoderInputs, MultimodalModel, Projector
 from hetero_strategy.parallelize.apply import check
+from hetero_strategy.parallelize.take_part import _Runs
 from hetero_strategy.runtime.warm_up import check_packing
 from tests.distributed import scenario, stepping
 from tests.distributed.exact import compare, on, setting_of
@@ -280,16 +283,56 @@ def test_rows_joined_item_by_item_where_a_rank_has_none(pool: Pool, tmp_path: Pa
     compare(wanted, pool.run(2, stepping.steps_on_rank, setting, wanted, (4, 9), timeout=120))
 
 
-def test_blocks_that_do_not_run_where_their_weights_are_gathered_are_refused(pool: Pool, tmp_path: Path) -> None:
-    """The other rank would wait for this one; its own message, of a lost rank, comes later than the cause's."""
-    job = Job(str(data(tmp_path)), steps=3, batch=2, microbatches=1, precision="64-true")
+def test_blocks_that_do_not_run_as_often_where_their_weights_are_gathered_are_refused(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """Once per picture, of which one rank has one and the other two: both say so. Where a block does not run at all the
+    other rank would wait for this one; its own message, of a lost rank, comes later than the cause's.
+    """
+    folder = data(tmp_path)
+    pictures = [sample for sample in json.loads((folder / "train.json").read_text()) if "image" in sample]
+    (folder / "three.json").write_text(json.dumps(pictures[:3]))
+    job = Job(str(folder), steps=3, batch=2, microbatches=1, precision="64-true")
     both = {"ranks": [0, 1], "dp_shard": 2}
     with pytest.raises(WorkerError, match=r"module 'vision': backbone.layers.0 did not run in a microbatch"):
-        pool.run(2, skipping, job.on(vision=both, audio=both, llm=both), group=False, timeout=120)
+        pool.run(2, refused, job.on(vision=both, audio=both, llm=both), group=False, timeout=120)
 
 
-def skipping(rank: int, world: int, job: Job) -> None:
+def refused(rank: int, world: int, job: Job) -> None:
+    three = replace(job, batch=3, manifest="three.json", val="three.json", shuffle=False)
+    for call in ("fit", "validate"):
+        trainer, module, datamodule = scenario.build(three)
+        module = Own(three, module.vocabulary)
+        module.kind = Looped
+        with pytest.raises(
+            ModelError, match=r"layers.0 runs 2 times or more in a .* ranks \[\d\], and 1 on ranks \[\d\]"
+        ):
+            getattr(trainer, call)(module, datamodule=datamodule)
     fit(job, Skipping)
+
+
+def test_a_block_runs_as_often_in_each_microbatch_as_in_the_first() -> None:
+    """Of a kind: with gradients, or without. What runs again in a backward is not counted."""
+    stage, mesh = cast(Any, SimpleNamespace(name="vision")), cast(Any, SimpleNamespace(ndim=0, device_type="cpu"))
+    runs, block = _Runs(stage, ["block"], mesh), nn.Identity()
+
+    def forward(times: int) -> None:
+        runs.begin(True)
+        for _ in range(times):
+            runs.count("block", block, ())
+        runs.end()
+
+    for times in (2, 2):
+        forward(times)
+        runs.count("block", block, ())
+    with torch.no_grad():
+        forward(3)
+    with pytest.raises(
+        ModelError, match="'vision': block runs 3 times or more in a microbatch, and ran 2 in the first"
+    ):
+        forward(3)
+    with pytest.raises(ModelError, match=r"block ran 1 times in a .* let each block run once for all items"):
+        forward(1)
 
 
 def test_batch_statistics_are_refused_unless_they_are_frozen() -> None:

@@ -21,9 +21,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from hetero_strategy.checkpoint import describe, saving
 from hetero_strategy.runtime.agreement import Stop
-from hetero_strategy.strategy import HeteroStrategy
-from hetero_strategy.strategy.launch import stop_together
-from tests.distributed.harness import Pool
+from hetero_strategy.strategy import HeteroStrategy, ending
+from hetero_strategy.strategy.ending import stop_together
+from tests.distributed.harness import Pool, WorkerError
 from tests.distributed.scenario import Job, build, data, train, train_on_rank
 
 STEPS, TOLD_AT = 5, 2
@@ -108,6 +108,33 @@ def test_no_rank_ends_in_the_middle_of_a_window_of_accumulation(pool: Pool, tmp_
     saved = str(tmp_path / "last.ckpt")
     whole, rest = (pool.run(2, train_on_rank, j, group=False)[0].losses for j in (job, replace(job, resume=saved)))
     assert len(whole) == 8 and rest == whole[4:]
+
+
+class Stops(L.Callback):
+    """Some ranks ask the Trainer to stop in their second step."""
+
+    def __init__(self, asks: bool) -> None:
+        self.asks = asks
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        trainer.should_stop |= self.asks and trainer.global_step == 2
+
+
+def stops(rank: int, world: int, job: Job, ranks: tuple[int, ...]) -> int:
+    trainer, module, dm = build(replace(job, trainer={"callbacks": [Stops(rank in ranks)]}))
+    with patch.object(ending, "TO_COME", 5.0):
+        trainer.fit(module, dm)
+    return trainer.global_step
+
+
+@pytest.mark.distributed
+@pytest.mark.full
+def test_all_ranks_stop_where_each_asks_for_it_and_one_alone_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """The others train on meanwhile, or validate, and a backend may end the process over what then meets."""
+    job = Job(str(data(tmp_path / "data")), LAYOUTS, steps=STEPS, capture=False)
+    assert pool.run(2, stops, job, (0, 1), group=False) == [2, 2]
+    with pytest.raises(WorkerError, match=r"rank 0 set trainer.should_stop in step 2, and ranks \[1\] did not"):
+        pool.run(2, stops, job, (0,), group=False)
 
 
 class Requeue(Tell):

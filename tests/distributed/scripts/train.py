@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import lightning as L
 import torch
+from lightning.pytorch.accelerators.cpu import CPUAccelerator
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from hetero_strategy.errors import ConfigError
@@ -29,8 +30,8 @@ STEPS = 4
 
 class Told(Callback):
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(module, Script) and torch.distributed.is_initialized():  # and not the parent of the ranks
-            Path(module.asked.folder, f"told{trainer.global_rank}").touch()
+        assert isinstance(module, Script), "told in a process that is no rank"
+        Path(module.asked.folder, f"told{trainer.global_rank}").touch()
 
 
 class Script(Lit):
@@ -59,10 +60,17 @@ class Script(Lit):
             raise ConnectionError(f"rank {self.global_rank} has had enough: connection refused, broken pipe")
         if here == self.asked.kill:
             os.kill(os.getpid(), signal.SIGKILL)
-        if here == self.asked.sleep:
+        if self.asked.tell and here == [self.asked.tell[1].replace("parent", "0"), self.asked.tell[2]]:
+            self.tell(*self.asked.tell)
+        if self.asked.sleep in (here, ["all", here[1]]):
             Path(self.asked.folder, "asleep").touch()
             time.sleep(600)
         return super().training_step(batch, batch_idx)
+
+    def tell(self, name: str, whom: str, step: str) -> None:
+        """Send a signal to this rank, or the first rank does to the process that started it."""
+        Path(self.asked.folder, "fell").touch()
+        os.kill(os.getppid() if whom == "parent" else os.getpid(), signal.Signals[name])
 
 
 def main() -> None:
@@ -73,10 +81,14 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--late", action="store_true", help="rank 1 fails after the run")
     parser.add_argument("--again", action="store_true", help="train anew in other layouts, then with one more process")
+    parser.add_argument("--tell", nargs=3, help="a signal, the rank or 'parent' that gets it, and in which step")
+    parser.add_argument("--wait", help="a rank whose teardown waits, as on a GPU that waits for messages")
     parser.add_argument("--step-timeout", type=float, help="minutes; all modules are on all ranks then")
     for what in ("--fail", "--kill", "--sleep"):
         parser.add_argument(what, nargs=2)
     asked = parser.parse_args()
+    if asked.wait == os.environ.get("LOCAL_RANK", "0"):
+        cast(Any, CPUAccelerator).teardown = lambda self: time.sleep(600)
     job = Job(asked.digits, steps=STEPS, batch=8, capture=False)
     dm = datamodule(job)
     world = asked.devices
