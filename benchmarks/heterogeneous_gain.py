@@ -183,7 +183,7 @@ class Case:
         """Whether a candidate fits by the formula, and where an encoder fills, whose rows wait as the formula does not
         know, by the memory model.
         """
-        fits = bool((planner.needed(one, in_step=rigid) <= planner.room).all())
+        fits = bool((planner.estimates.needed(one, in_step=rigid) <= planner.estimates.room).all())
         return fits and (fill == "none" or planner._has_room(one, self.memory))
 
     def _around(self, kind: str, llm: ModuleLayout, own: int) -> Iterator[tuple[Mapping[str, ModuleLayout], str]]:

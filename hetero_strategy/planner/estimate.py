@@ -16,6 +16,7 @@ from hetero_strategy import ragged
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.cluster import Cluster
+from hetero_strategy.planner.evaluate import Candidate
 from hetero_strategy.planner.given import Given
 from hetero_strategy.planner.memory import CUDA
 from hetero_strategy.planner.partition import split
@@ -75,7 +76,7 @@ class Estimates:
         measured: Mapping[str, ModuleSeconds] = MappingProxyType({}),
         given: Given = Given(),  # noqa: B008
     ) -> None:
-        self.cluster, self.given = cluster, given
+        self.cluster, self.given, self.shape, self.batches = cluster, given, shape, batches
         self._shape, self._batches, self._precision, self._measured = shape, batches, precision, measured
         self.memory = MEMORY_SHARE * cluster.device.memory
         """Bytes of a device that a plan may use."""
@@ -284,6 +285,28 @@ class Estimates:
         deepest = max((ways[fed].pp for fed in self.feeds(module) if fed in ways), default=1)
         ahead = ways[module].pp == 1 and (apart or deepest > 1)
         return min(microbatches, deepest + 1 + apart) if ahead else 1
+
+    def needed(self, candidate: Candidate, in_step: bool = False) -> Float64[np.ndarray, "ranks"]:
+        """Bytes on every rank.
+
+        Args:
+            in_step: encoders on some ranks of what they feed run no microbatch ahead of it, as where all its ranks
+                repeat them.
+        """
+        needed, of, count = np.zeros(self.cluster.ranks), candidate.layouts, candidate.microbatches
+        for name, layout in of.items():
+            again, e = candidate.recompute.get(name), self.on(layout.ranks)
+            whole = candidate.reshard_after_forward == "never"
+            degrees = Degrees.of(layout, 0 if again is None else again.every, whole)
+            apart = not in_step and any({*of[fed].ranks} != {*layout.ranks} for fed in self.feeds(name))
+            needed[[*layout.ranks]] += e.bytes(name, degrees, count, e.ahead_of(name, of, count, apart))
+        return needed
+
+    @property
+    def room(self) -> Float64[np.ndarray, "ranks"]:
+        """Bytes that a plan may use, of every rank's own device."""
+        pools = enumerate(self.cluster.pools)
+        return np.concatenate([np.full(pool.ranks, self.of([i]).memory) for i, pool in pools])
 
     def feeds(self, module: str) -> set[str]:
         """Modules that take its rows."""

@@ -312,8 +312,7 @@ class Evaluator:
     def _took(self, placed: Placed, batch: int, most: int) -> Took:
         """By so many microbatches of one of the batches; where one like it was simulated, by that."""
         first = self._first(batch, placed.candidate.microbatches, most)
-        samples = len(first[0].samples)  # of a long step fewer than its batch has, and how many follows from its count
-        if (key := (batch, most, samples, placed.alike)) not in self._simulated:
+        if (key := (batch, most, len(first[0].samples), placed.alike)) not in self._simulated:
             step = self.step_of(placed, *first)
             self._simulated[key] = step.plan, thinned(step.simulation)
         plan, simulation = self._simulated[key]

@@ -13,6 +13,7 @@ from itertools import product
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float64
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
@@ -21,6 +22,9 @@ from hetero_strategy.planner.evaluate import Candidate
 from hetero_strategy.planner.partition import split
 from hetero_strategy.planner.shape import ModelShape
 from hetero_strategy.planner.space import Degrees, degrees
+
+MOST = 12
+"""Usual layouts that are simulated."""
 
 
 class Rigid(NamedTuple):
@@ -58,19 +62,15 @@ def rigid_layouts(
 
 
 def rigid_candidates(
-    shape: ModelShape,
-    estimates: Estimates,
-    counts: Callable[[int], Iterable[int]],
-    fits: Callable[[Candidate], bool],
-    samples: int,
+    estimates: Estimates, counts: Callable[[int], Iterable[int]], room: Float64[np.ndarray, "ranks"]
 ) -> list[Rigid]:
-    """Return all usual layouts of all ranks that fit, the most promising first: each with what runs again that costs
-    least.
+    """Return the most promising usual layouts of all ranks that fit, each with what runs again that costs least.
 
     Args:
         counts: numbers of microbatches to try with so many instances.
-        samples: of a step.
+        room: bytes that every rank may use.
     """
+    shape, samples = estimates.shape, min(len(batch.samples) for batch in estimates.batches)
     name, cluster = shape.samplewise[0], estimates.cluster
     if len(cluster.pools) > 1 or any(target != name for _, target in shape.edges):
         return []  # generators have no usual place
@@ -79,11 +79,12 @@ def rigid_candidates(
         if way.dp_replicate == 1:
             layouts = rigid_layouts(shape, estimates, way.layout(ranks).resolved())
             for count in counts(way.dp):
-                fitting = filter(fits, _recomputed(shape, layouts, count))
+                every = _recomputed(shape, layouts, count)
+                fitting = (one for one in every if (estimates.needed(one, in_step=True) <= room).all())
                 each = (Rigid(_seconds(shape, estimates, one, way), one) for one in fitting)
                 if best := min(each, key=lambda one: one.seconds, default=None):
                     found.append(best)
-    return sorted(found, key=lambda one: one.seconds)
+    return sorted(found, key=lambda one: one.seconds)[:MOST]
 
 
 def _recomputed(shape: ModelShape, layouts: Mapping[str, ModuleLayout], count: int) -> Iterator[Candidate]:

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float64
 
 from hetero_strategy.errors import ConfigError, HeteroError, LayoutError, ScheduleError
 from hetero_strategy.plan.config import BalanceConfig
@@ -26,7 +25,6 @@ from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.planner.propose import Proposal, Proposer
 from hetero_strategy.planner.rigid import rigid_candidates
 from hetero_strategy.planner.shape import ModelShape
-from hetero_strategy.planner.space import Degrees
 from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
 from hetero_strategy.planner.turns import BEHIND, by_turns, hopeless, in_turn, kinds, near, promising, usual
 from hetero_strategy.planner.variants import Allowed, Variants
@@ -42,8 +40,6 @@ LEANER = 3
 """Proposals that are tried with less memory, each time that the best one needs too much."""
 WORTH_ROWS = 0.99
 """Seconds with an encoder a step ahead, over those without, up to which it is worth the rows that are held."""
-RIGID = 12
-"""Usual layouts that are simulated."""
 CUTS = 2
 """Blocks that may move between stages of what is simulated, one after the other."""
 ON_SHARED_CORES = 0.05
@@ -176,21 +172,11 @@ class Planner:
         return self._fitting(ranked, self.proposer.considered, model, end)
 
     def rigid(self) -> Ranked | None:
-        """Simulate the most promising of Megatron-LM's usual layouts (``planner.rigid``), with this planner's schedules
-        and balance, and return the fastest that fits by the formula; None where none does, or where there is no usual
-        one.
-        """
-        shape, samples = self.evaluator.shape, min(len(b.samples) for b in self.evaluator.batches)
-
-        def fits(candidate: Candidate) -> bool:
-            return bool((self.needed(candidate, in_step=True) <= self.room).all())
-
-        peers = rigid_candidates(shape, self.estimates, self.proposer.counts, fits, samples)
+        """Simulate the most promising of Megatron-LM's usual layouts that fit, and return the fastest, if any."""
         ranked: list[Ranked] = []
-        for seconds, candidate in peers[:RIGID]:
-            for one in (candidate, *self.variants.schedules(candidate)):
-                if self._runs(one):
-                    self._simulate(one, seconds, ranked)
+        for seconds, candidate in rigid_candidates(self.estimates, self.proposer.counts, self.estimates.room):
+            for one in filter(self._runs, (candidate, *self.variants.schedules(candidate))):
+                self._simulate(one, seconds, ranked)
         return min(ranked, key=attrgetter("seconds"), default=None)
 
     def _climb(self, ranked: list[Ranked], end: float) -> None:
@@ -273,30 +259,7 @@ class Planner:
             again = candidate.recompute.get(name)
             if not given.allows(name, layout.tp, int(again is not None and not given.recompute)):
                 return False
-        return bool((self.needed(candidate) <= self.room).all())
-
-    def needed(self, candidate: Candidate, in_step: bool = False) -> Float64[np.ndarray, "ranks"]:
-        """Bytes on every rank by the formula.
-
-        Args:
-            in_step: encoders on some ranks of what they feed run no microbatch ahead of it, as where all its ranks
-                repeat them.
-        """
-        needed = np.zeros(self.evaluator.cluster.ranks)
-        for name, layout in candidate.layouts.items():
-            again = candidate.recompute.get(name)
-            whole = candidate.reshard_after_forward == "never"
-            degrees = Degrees.of(layout, 0 if again is None else again.every, whole)
-            e, count, of = self.estimates.on(layout.ranks), candidate.microbatches, candidate.layouts
-            apart = not in_step and any({*of[fed].ranks} != {*layout.ranks} for fed in e.feeds(name))
-            needed[[*layout.ranks]] += e.bytes(name, degrees, count, e.ahead_of(name, of, count, apart))
-        return needed
-
-    @property
-    def room(self) -> Float64[np.ndarray, "ranks"]:
-        """Bytes that a plan may use, of every rank's own device."""
-        pools = enumerate(self.evaluator.cluster.pools)
-        return np.concatenate([np.full(pool.ranks, self.estimates.of([i]).memory) for i, pool in pools])
+        return bool((self.estimates.needed(candidate) <= self.estimates.room).all())
 
     def _that_fit(
         self, proposals: list[Proposal], memory: MemoryModel
@@ -314,11 +277,11 @@ class Planner:
                 self._why_none, proposals, failed = error, proposals[1:], failed + 1
                 continue
             rounds += 1
-            rank = int((found.peak / self.room).argmax())
+            rank = int((found.peak / self.estimates.room).argmax())
             here = [name for name, layout in best.candidate.layouts.items() if rank in layout.ranks]
             estimated = sum(self.estimates.activations(name, best.degrees[name], best.microbatches) for name in here)
             ratio = float(found.bytes[activations, rank]) / estimated if estimated else 1.0
-            if found.peak[rank] <= self.room[rank] or ratio <= 1.0:
+            if found.peak[rank] <= self.estimates.room[rank] or ratio <= 1.0:
                 break
             placed = [p for p in proposals[:LEANER] if self._placed(p.candidate)]
             ways = ((p, other) for p in placed for other in self.variants.leaner(p.candidate))
@@ -347,7 +310,7 @@ class Planner:
     def _has_room(self, candidate: Candidate, memory: MemoryModel) -> bool:
         """Whether a candidate runs and fits into memory."""
         try:
-            return bool((self._needs(candidate, memory).peak <= self.room).all())
+            return bool((self._needs(candidate, memory).peak <= self.estimates.room).all())
         except HeteroError as error:  # as in _simulate
             self._why_none = error
             return False
@@ -358,10 +321,10 @@ class Planner:
     def _needs(self, candidate: Candidate, memory: MemoryModel) -> Memory:
         """Of the batch that needs most: of the step that is shown, or the whole where that holds more and this fits."""
         every = [memory.shown(self.evaluator, candidate, batch) for batch in range(len(self.evaluator.batches))]
-        batch = int(np.argmax([(one.peak / self.room).max() for one in every]))
+        batch = int(np.argmax([(one.peak / self.estimates.room).max() for one in every]))
         found = every[batch]
         cut = found.step.plan.microbatches < candidate.microbatches
-        if cut and found.step.placed.holds_more and (found.peak <= self.room).all():
+        if cut and found.step.placed.holds_more and (found.peak <= self.estimates.room).all():
             return memory.of(self.evaluator.step(found.step.placed, batch))
         return found
 
@@ -369,7 +332,7 @@ class Planner:
         """Leave out what needs too much memory, up to the first that does not, and try what needs less in its place:
         when time is over only where nothing else is left.
         """
-        room, too_large, tried = self.room, list[Ranked](), 0.0
+        room, too_large, tried = self.estimates.room, list[Ranked](), 0.0
         while ranked:
             best = Answer(tuple(ranked), considered, tie=self._tie).best
             try:

@@ -129,7 +129,7 @@ def test_a_way_that_does_not_run_ends_no_plan() -> None:
     first = next(p for p in made.proposer.proposals() if made.variants.leaner(p.candidate))
     runs_not = first._replace(microbatches=1)
     assert made.variants.leaner(runs_not.candidate)
-    found, lean = made._that_fit([first, runs_not], Growing(float(made.room[0]), 4, 1))
+    found, lean = made._that_fit([first, runs_not], Growing(float(made.estimates.room[0]), 4, 1))
     assert found and lean and all(proposal is first for proposal, _ in lean)
     assert made._why_none is None  # what is found at last does not fail for its reason
 
@@ -139,7 +139,7 @@ def test_what_needs_less_memory_is_tried_while_there_is_time() -> None:
     made = Planner(model(tp=(1,)), cluster(4), [batch(16)], balance=PLAIN, simulations=2)
     proposals = [p for p in made.proposer.proposals() if made.variants.leaner(p.candidate)][:2]
     made.proposer.proposals = lambda: proposals  # type: ignore[method-assign]
-    room = float(made.room[0])
+    room = float(made.estimates.room[0])
     answer = made.plan(memory=lambda: Growing(room, 4, 1), seconds=0.0)
     assert len(answer.ranked) == 1 and not answer.too_large
     step = Ranked(proposals[0].candidate, 1.0, 1.0)

@@ -38,7 +38,10 @@ def test_the_best_of_them_is_found_and_no_faster_than_a_plan() -> None:
     assert peer is not None and peer.seconds >= best.seconds
     layouts = peer.candidate.layouts
     assert layouts["vision"].dp == layouts["llm"].dp and {*layouts["vision"].ranks} <= {*layouts["llm"].ranks}
-    assert len(layouts["llm"].ranks) == 4 and (made.needed(peer.candidate, in_step=True) <= made.room).all()
+    assert (
+        len(layouts["llm"].ranks) == 4
+        and (made.estimates.needed(peer.candidate, in_step=True) <= made.estimates.room).all()
+    )
     made.estimates.memory = float(np.finfo(float).tiny)
     assert made.rigid() is None
 

@@ -364,7 +364,7 @@ def test_few_long_samples_are_shared_by_context_parallel_ranks_of_a_node(ranks: 
         made = Planner(shape, given, [data], balance=PLAIN, simulations=2)
         layouts = [p.candidate.layouts["llm"] for p in made.proposer.proposals()]
         assert all(8 % (x.tp * x.cp) == 0 and x.ranks[0] % (x.tp * x.cp) == 0 for x in layouts)
-        assert any(x.cp > 1 for x in layouts) == (samples < ranks)
+        assert any(x.cp > 1 for x in layouts)
         found[samples] = made.plan().best.candidate.layouts["llm"]
     assert (found[ranks // 8].cp, found[ranks // 8].tp) == (8, 1) and found[ranks].dp == ranks
 
