@@ -29,6 +29,7 @@ from hetero_strategy.errors import ConfigError, DataError, HeteroError, hint, is
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.placement import Placement, place
 from hetero_strategy.loading.datamodule import MultimodalDataModule
+from hetero_strategy.loading.steps import check_steps
 from hetero_strategy.model import Adapter, Backbone, Encoder, Generator, MultimodalModel
 from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.profiling.device import cores_of_node
@@ -249,6 +250,16 @@ def datamodule(cfg: DictConfig, make_model: Callable[[], MultimodalModel]) -> Mu
     if rank() == 0 and not external():
         data.prepare_data()
     return data
+
+
+def check_epoch(data: MultimodalDataModule) -> None:
+    """Refuse a training set without a whole batch, where it is indexed already.
+
+    Raises:
+        ConfigError: with both numbers.
+    """
+    if "train" in data.indices:
+        check_steps(len(data.indices["train"]), data.global_batch_size, data.drop_last)
 
 
 def _field(processor: DictConfig) -> str | None:

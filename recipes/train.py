@@ -49,6 +49,7 @@ def train(cfg: DictConfig) -> None:
     data = build.datamodule(cfg, make_model)
     build.check_model(make_model, data, placed)
     build.check_monitor(cfg, data)
+    build.check_epoch(data)
     if resume:
         cli.save_configuration(cfg, folder)
 

@@ -31,7 +31,7 @@ from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.metadata import step_metadata, with_own_units
 from hetero_strategy.loading.options import Engine, Payload, check_data_options, check_fields, check_microbatch_rows
 from hetero_strategy.loading.read_where_sampled import SampledDataset
-from hetero_strategy.loading.steps import RankView, StepDataset, check_counts, check_steps, epoch_order
+from hetero_strategy.loading.steps import RankView, StepDataset, check_counts, epoch_order
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.model.without_values import models_without_values
 from hetero_strategy.plan.config import BalanceConfig
@@ -289,8 +289,6 @@ class MultimodalDataModule(L.LightningDataModule):
             check_limits(
                 index, where, self._limits, self._item_limits, self.balance.budget, self.processors, self.tokenizer.eos
             )
-            if split == "train":
-                check_steps(len(index), self.global_batch_size, self.drop_last)
             self.indices[split] = index
             say_left_out(index, split, self.leave_out)
         return self.indices.get(split)

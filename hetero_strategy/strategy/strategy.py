@@ -408,7 +408,7 @@ class HeteroStrategy(OwnCheckpoints):
         note_parts(exception)
         end_together(exception, self.global_rank, self._launcher, self._stop)
         if not self._stop.agreed:
-            self._device_waits = not free(self.root_device, exception, self._assembled and self._assembled.state)
+            self._device_waits = not free(self.root_device, exception, getattr(self._assembled, "state", None))
 
     def teardown(self) -> None:
         if self._assembled is not None:

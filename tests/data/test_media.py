@@ -280,7 +280,7 @@ def test_photographs_with_damaged_exif_are_upright(tmp_path: Path) -> None:
 def test_what_cannot_be_opened(tmp_path: Path) -> None:
     for name, reason in (("x" * 5000, "File name too long"), ("x\0.png", "embedded null byte")):
         for processor in (ImageProcessor(), AudioProcessor()):
-            with pytest.raises(DataError, match=f"x.*: cannot be opened: {reason}") as caught:
+            with pytest.raises(DataError, match=f": cannot be opened: {reason}") as caught:
                 processor.measure(tmp_path / name)
             assert len(str(caught.value)) < 500
 

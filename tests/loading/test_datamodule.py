@@ -351,13 +351,6 @@ def test_what_a_budget_or_the_model_cannot_take_is_named_before_training(digits:
     assert fit(tmp_path, roomy, max_steps=1).seen
 
 
-def test_a_training_set_without_a_whole_batch_is_refused_while_it_is_indexed(digits: Path) -> None:
-    """Which recipes do in the first process, before they start the others."""
-    with pytest.raises(ConfigError, match="drop_last with global_batch_size 61 leaves nothing of 60 samples"):
-        data(digits, global_batch_size=61, drop_last=True).prepare_data()
-    data(digits, global_batch_size=60, drop_last=True, eval_batch_size=100).prepare_data()
-
-
 def placed(rank: int, world: int, **layouts: ModuleLayout) -> Any:
     strategy = SimpleNamespace(context=TrainingContext(place(layouts, world), row_multiple={"llm": 2}))
     return SimpleNamespace(

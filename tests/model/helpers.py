@@ -130,6 +130,7 @@ class HandBatch:
             assignments=assignments,
             metadata=SimpleNamespace(epoch=0, step=0, labels=self.labels),
             normalizer=lambda name: max(1, int(self.labels.sum())),
+            counted=lambda name: int(self.labels.sum()),
         )
 
     def local_rows(self, source, source_microbatch, target, target_microbatch):

@@ -24,6 +24,7 @@ from hetero_strategy.parallelize.apply import check_all, parallelize
 from hetero_strategy.parallelize.gradients import global_norm, owned_parameters, settle
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.parallelize.stages import cut
+from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
 from hetero_strategy.runtime import backward
 from hetero_strategy.zoo import hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
@@ -157,6 +158,7 @@ def _run(rank: int, world: int, piece: Piece, sums: Sums) -> dict[str, Any]:
     stages = parallelize(
         "m", module, layout, registry.mesh("m"), torch.device("cpu"),
         seed=3, recompute=Recompute() if piece.recompute else None, split=split, pp_rank=where.pp,
+        storage=Storage(torch.float64, torch.float64),
     )  # fmt: skip
     tied = find_tied({"m": module}, {"m": layout}, rank, registry.group)
 

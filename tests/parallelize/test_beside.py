@@ -174,7 +174,7 @@ def test_sums_over_shards_that_wait_for_replicas_end_with_a_step_that_fails() ->
         groups = [group for part in fsdp._parts(module) for group in fsdp._groups(part._get_fsdp_state())]
         for last, waits in ((False, 2), (True, 0), (False, 2)):
             out = module(torch.zeros(3, 8, requires_grad=True))
-            fsdp.per_microbatch(module, last)
+            fsdp.per_microbatch(module, last, {})
             out.sum().backward()
             assert sum(group._partial_reduce_output is not None for group in groups) == waits
         fsdp.forget(module)

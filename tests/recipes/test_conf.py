@@ -295,6 +295,12 @@ def test_batches_that_cannot_be(small: Path, override: str, message: str) -> Non
         build.datamodule(cfg, build.model_maker(cfg))
 
 
+def test_a_training_set_without_a_whole_batch_is_refused_before_processes_start(small: Path) -> None:
+    cfg = compose(*data_at(small), "data.module.global_batch_size=1000")
+    with pytest.raises(ConfigError, match="drop_last with global_batch_size 1000 leaves nothing of"):
+        build.check_epoch(build.datamodule(cfg, build.model_maker(cfg)))
+
+
 def test_the_best_checkpoint_is_chosen_by_what_is_logged(small: Path, small_drawings: Path) -> None:
     cfg = compose(*data_at(small))
     data = build.datamodule(cfg, build.model_maker(cfg))

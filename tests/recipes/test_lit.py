@@ -267,7 +267,9 @@ def test_an_evaluation_is_per_token_and_per_sample_that_counts(draws: bool) -> N
         numbers = np.arange(len(labels))
         plan = StepPlan(StepMetadata(0, 0, numbers, numbers, np.array(labels), items), 1, {})
         losses = {"llm": torch.tensor(float(loss))} | ({"draw": torch.tensor(float(drawn))} if draws else {})
-        out = SimpleNamespace(losses=losses, exact_match=torch.tensor(float(exact)), predictions=None, drawn=None)
+        counts = {"llm": plan.loss_tokens, "draw": targets}
+        score = {"exact_match": torch.tensor(float(exact)), "labelled_samples": sum(n > 0 for n in labels)}
+        out = SimpleNamespace(losses=losses, counts=counts, **score, predictions=None, drawn=None)
         batches.append(SimpleNamespace(plan=plan, out=out))
     lit = LitMultimodal(Scored, {})
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
