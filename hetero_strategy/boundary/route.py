@@ -118,7 +118,7 @@ class Transfer(Generic[R]):
     def is_identity(self) -> bool:
         """Every row stays where it is: the output is the input, without a copy."""
         whole = _count(self.local[0]) == self.inputs == self.outputs
-        return whole and not self.rows_sent and all(not self.inputs or _first(rows) == 0 for rows in self.local)
+        return whole and not self.rows_sent and all(_first(rows) == 0 for rows in self.local)
 
     @cached_property
     def is_complete(self) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.common import rearranged
-from hetero_strategy.boundary.route import Route, Side, Transfer, least_rows, route, stage_route
+from hetero_strategy.boundary.route import Hop, Route, Side, Transfer, _share, least_rows, route, stage_route
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.layout.row_sharding import RowSharding
@@ -80,8 +80,9 @@ def run(transfers: list[Transfer], inputs: dict[int, np.ndarray]) -> dict[int, n
                 out[r][rows] = mail.pop((peer, r))
                 np.add.at(writes[r], rows, 1)
         assert not mail, "a message nobody receives"
-    for r in writes:
+    for r, t in enumerate(transfers):
         assert (writes[r] <= 1).all(), "a row is written twice"
+        assert t.is_complete == writes[r].all()
     return out
 
 
@@ -273,3 +274,43 @@ def test_rows_that_ranks_share_out_go_to_the_rank_of_the_same_part() -> None:
         made = stage_route(source, target, rank)
         gives, takes = (made.forward, made.backward) if rank < 2 else (made.backward, made.forward)
         assert [peer for peer, _ in (*gives.first.sends, *takes.first.receives)] == [(rank + 2) % 4] * 2
+
+
+def test_a_transfer_is_complete_only_if_every_row_arrives() -> None:
+    """Nothing reads the source's row 1, so no gradient comes for it. Rank 0 has another row by itself; rank 1 has none,
+    and one of the replicas gets its rows in the second hop."""
+    array = lambda *v: np.asarray(v, dtype=np.int64)  # noqa: E731
+    blocks = EdgeBlocks(array(0, 0), array(0, 2), array(0, 1), array(0, 0), array(1, 1))
+    source, target = Side(np.array([[0, 1]]), array(3)), Side(np.array([[0], [2]]), array(1, 1))
+    routes = [route(blocks, source, target, rank) for rank in range(3)]
+    assert [made.forward.is_complete for made in routes] == [True] * 3
+    assert [made.backward.is_complete for made in routes] == [False, False, True]
+    gradients = run([made.backward for made in routes], {r: np.full((int(r != 1), WIDTH), 1.0 + r) for r in range(3)})
+    for rank in (0, 1):
+        np.testing.assert_array_equal(gradients[rank][:, 0], [1.0, np.nan, 3.0])
+
+
+def test_rows_in_another_order_are_not_the_input() -> None:
+    order, turned = np.arange(3), np.array([2, 1, 0])
+    assert Transfer(3, 3, (order, order)).is_identity
+    for local in ((order, turned), (turned, order)):
+        assert not Transfer(3, 3, local).is_identity
+    assert not Transfer(3, 3, (order, order), Hop(sends=((1, order),))).is_identity
+
+
+def test_replicas_take_turns_in_sending() -> None:
+    """Of four instances that take two rows each from one of four ranks, and for the shares of one of two ranks."""
+    array = lambda *v: np.asarray(v, dtype=np.int64)  # noqa: E731
+    blocks = EdgeBlocks(array(0, 0, 0, 0), array(0, 2, 4, 6), array(0, 1, 2, 3), array(0, 0, 0, 0), array(2, 2, 2, 2))
+    source, target = Side(np.array([[0, 1, 2, 3]]), array(8)), Side(np.array([[4], [5], [6], [7]]), array(2, 2, 2, 2))
+    assert [route(blocks, source, target, rank).forward.rows_sent for rank in range(4)] == [2] * 4
+    source, target = Side(np.array([[0, 1]]), array(8)), Side(np.array([[2, 3]]), array(8))
+    assert [stage_route(source, target, rank).forward.rows_sent for rank in range(4)] == [4] * 4
+
+
+def test_shares_are_those_of_array_split() -> None:
+    for count in range(9):
+        for parts in range(1, 5):
+            split = np.array_split(np.arange(count), parts)
+            share = _share(np.arange(count), np.full(count, count), np.full(count, parts))
+            assert share.tolist() == [part for part, rows in enumerate(split) for _ in rows]

@@ -1,4 +1,4 @@
-"""When what was sent is let go."""
+"""Where rows go that arrive late or never, and when what was sent is let go."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from hetero_strategy.errors import ModelError
 def test_a_message_that_is_slow_holds_up_none_of_other_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA every channel has a stream of its own, and the first reader may be a phase behind the others."""
     over: dict[int, bool] = {}
+    awaited: list[int] = []
 
     def send(ops: list[Any]) -> list[Any]:
         number = len(over)
         over[number] = False
-        return [SimpleNamespace(is_completed=lambda: over[number], wait=lambda: None) for _ in ops]
+        return [SimpleNamespace(is_completed=lambda: over[number], wait=lambda: awaited.append(number)) for _ in ops]
 
     monkeypatch.setattr(dist, "batch_isend_irecv", send)
     monkeypatch.setattr(Wire, "of", lambda group, tag: Wire(group, tag, {1: 0}))
@@ -37,6 +38,8 @@ def test_a_message_that_is_slow_holds_up_none_of_other_communicators(monkeypatch
     over[1] = over[2] = True
     made._let_go()
     assert sorted(made._sent) == [0, 2, 3]  # number 2 follows one that is not over
+    made.free(2)
+    assert awaited == [2] and sorted(made._sent) == [0, 3]
     over[0] = over[3] = True
     made._let_go()
     assert not made._sent and np.all([not numbers for numbers in made._under_way.values()])
@@ -80,3 +83,33 @@ def test_rows_that_are_written_to_while_they_are_sent_are_refused(
         lets_go(made)
     with torch.inference_mode():  # which counts nothing
         lets_go(given(torch.zeros(2, 4))[0])
+
+
+def test_rows_are_taken_once_their_message_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that arrive in their place, and those that go to theirs."""
+
+    def receive(ops: list[Any]) -> list[Any]:
+        return [SimpleNamespace(wait=lambda op=op: op.tensor.fill_(op.peer)) for op in ops]
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", receive)
+    monkeypatch.setattr(Wire, "of", lambda group, tag: Wire(group, tag, {1: 0, 2: 1}))
+    group: Any = SimpleNamespace()
+    channel = Channel(group, None, 0, 1, torch.float32, torch.device("cpu"))
+    nothing = Rows(0, 0)
+    arrives = Transfer(0, 4, (nothing, nothing), Hop(receives=((1, Rows(0, 2)), (2, Rows(0, 2, 0)))))
+    made = Transport([(channel, arrives)], torch.tensor([3, 2]))
+    made.start([[0]])
+    assert made.take(0).flatten().tolist() == [1, 1, 2, 2]
+
+
+def test_rows_that_nothing_is_sent_for_are_zero() -> None:
+    """Whatever fresh memory holds: here it is NaN."""
+    channel = Channel(None, None, 0, 2, torch.float32, torch.device("cpu"))
+    made = Transport([(channel, Transfer(2, 4, (Rows(0, 2), Rows(1, 2))))], torch.arange(0))
+    made.give(0, torch.ones(2, 2))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan()
+        assert made.take(0).tolist() == [[0, 0], [1, 1], [1, 1], [0, 0]]
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -387,10 +387,10 @@ def test_saves_in_the_background(pool: Pool, tmp_path: Path) -> None:
 def saves_in_turn(rank: int, world: int, path: str) -> list[tuple[str, int, dict[str, torch.Tensor]]]:
     """One save after another: what changed, the plans made so far, and what the checkpoint holds."""
     saver, found = ck.Checkpointer(dist.new_group(backend="gloo")), []
-    mesh = DeviceMesh("cpu", list(range(world)))
+    mesh, turned = (DeviceMesh("cpu", list(range(world))[::way]) for way in (1, -1))
     plans = Mock(wraps=saving._planned)
 
-    def sharded(placement: Placement, dtype: torch.dtype, start: int) -> torch.Tensor:
+    def sharded(placement: Placement, dtype: torch.dtype, start: int, mesh: DeviceMesh = mesh) -> torch.Tensor:
         return distribute_tensor(torch.arange(10 * start, 10 * start + 10, dtype=dtype), mesh, [placement])
 
     fp32, bf16, shard = torch.float32, torch.bfloat16, Shard(0)
@@ -406,6 +406,7 @@ def saves_in_turn(rank: int, world: int, path: str) -> list[tuple[str, int, dict
         "refused on one rank": {"w": sharded(Replicate(), bf16, 7)} | step | ({"model.alone": 3} if rank == 1 else {}),
         "after that": {"w": sharded(Replicate(), bf16, 8)} | step | alone,
         "values at last": {"w": sharded(Replicate(), bf16, 9)} | step | alone,
+        "other places": {"w": sharded(Replicate(), bf16, 10, turned)} | step | alone,
     }
     with patch.object(saving, "_planned", plans):
         for turn, tensors in turns.items():
@@ -423,6 +424,7 @@ def test_a_plan_holds_until_a_rank_owns_something_else(pool: Pool, tmp_path: Pat
         assert [(turn.partition("model")[0], plans) for turn, plans, _ in turns] == [
             ("first", 1), ("values", 1), ("optimizer", 2), ("values again", 2), ("one rank", 3), ("dtype", 4),
             ("placement", 5), ("refused on one rank", 5), ("after that", 5), ("values at last", 5),
+            ("other places", 6),
         ]  # fmt: skip
         for number, (turn, _, tensors) in enumerate(turns):
             start = 10 * (number - turn.startswith("refused"))  # the one before stays

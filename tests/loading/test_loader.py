@@ -15,6 +15,7 @@ import torch
 from hetero_strategy.data.build_index import DatasetIndex, build_index
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import CheckpointError, ConfigError, DataError
+from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset, epoch_order
@@ -427,3 +428,9 @@ def test_a_window_levels_steps_and_keeps_every_sample(index: DatasetIndex) -> No
     assert resumed(alone, {name: value for name, value in state.items() if name != "window"})
     with pytest.raises(CheckpointError, match="window was 1, is 4"):
         resumed(moved, state)
+
+
+def test_a_rank_knows_which_of_its_instances_context_parallel_ranks_it_is() -> None:
+    placement = place({"vision": ModuleLayout(16), "llm": ModuleLayout(16, cp=4, tp=2)}, 16)
+    found = [RankView.of(placement, ("vision", "llm"), rank).cp for rank in range(16)]
+    assert found == [{"llm": (number // 2, 4)} for number in range(8)] * 2

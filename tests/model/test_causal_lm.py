@@ -316,12 +316,13 @@ def test_titan_takes_the_rotary_base_wherever_it_is_and_no_dropout(tmp_path):
 
 
 def test_the_last_token_of_a_sample_predicts_nothing_whatever_sample_lies_behind_it() -> None:
-    content = SimpleNamespace(text=lambda numbers: (np.arange(5), np.ones(5, bool)))
-    lengths = np.array([2, 0, 3])
-    units: Any = SimpleNamespace(
-        content=content, numbers=np.arange(3), inner_rows=lengths, edge_rows=lengths, alike=False, slots={}
-    )
-    assert CausalLMKind().inputs(units).labels.tolist() == [1, IGNORE, 3, 4, IGNORE]
+    for lengths, labels in (([2, 0, 3], [1, IGNORE, 3, 4, IGNORE]), ([0], [])):
+        rows, text = np.array(lengths), (np.arange(len(labels)), np.ones(len(labels), bool))
+        content = SimpleNamespace(text=lambda numbers, text=text: text)
+        units: Any = SimpleNamespace(
+            content=content, numbers=np.arange(len(rows)), inner_rows=rows, edge_rows=rows, alike=False, slots={}
+        )
+        assert CausalLMKind().inputs(units).labels.tolist() == labels
 
 
 def test_metrics_are_of_samples_with_labels_and_the_mean_of_language_models() -> None:

@@ -115,6 +115,24 @@ def test_gradients_of_copies_wait_up_to_a_limit(limit: int, monkeypatch: pytest.
     assert all((one.grad is None) == (name == "table") for name, one in masters.items())
 
 
+def test_a_gradient_that_arrives_twice_before_it_is_moved_is_moved_once() -> None:
+    """As in a backward of inputs that reaches some weights too."""
+    module, copies, masters = made()
+    copies.gather()
+    bias = module.inner.bias
+    loss = module(torch.randn(5, 4).bfloat16())
+    for _ in range(2):
+        loss.backward(inputs=[bias], retain_graph=True)
+    assert bias.grad is not None
+    expected = 1.5 * bias.grad.float()
+    loss.backward()
+    assert copies._arrived[:2] == [bias, bias]
+    copies.fold()
+    torch.testing.assert_close(masters["inner.bias"].grad, expected, rtol=1e-2, atol=0.0)
+    assert all(one.grad is None for one in module.parameters())
+    assert all((one.grad is None) == (name == "table") for name, one in masters.items())
+
+
 def test_copies_lie_in_one_memory_as_their_masters_do() -> None:
     module = nn.Sequential(nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last), nn.Linear(7, 5))
     module[1].weight = nn.Parameter(torch.randn(7, 5).t())

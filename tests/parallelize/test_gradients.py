@@ -98,10 +98,10 @@ def test_a_replica_without_a_gradient_brings_zeros(pool: Pool) -> None:
 
 
 def clipped_on_rank(rank: int, world: int) -> tuple[float, list[float], list[float]]:
-    """The norm of a parameter that both ranks have and of one on each, and their gradients once it is 1."""
+    """The norm of a parameter on each rank and of one that both have, and their gradients once it is 1."""
     both, one = (nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2))
-    both.grad, one.grad = torch.full_like(both, 2.0), torch.full_like(one, 1.0 + rank)
-    owned = [Owned(both, 2), Owned(one, 1)]
+    both.grad, one.grad = torch.full_like(both, 1.5), torch.full_like(one, 1.0 + rank)
+    owned = [Owned(one, 1), Owned(both, 2)]
     clip_by_norm(owned, 10.0, torch.device("cpu"))  # which it is below
     norm = clip_by_norm(owned, 1.0, torch.device("cpu"))
     return float(norm), both.grad.tolist(), one.grad.tolist()
@@ -109,8 +109,8 @@ def clipped_on_rank(rank: int, world: int) -> tuple[float, list[float], list[flo
 
 @pytest.mark.distributed
 def test_a_norm_is_of_all_ranks_and_counts_copies_once(pool: Pool) -> None:
-    norm = (2 * 4.0 + 2 * 1.0 + 2 * 4.0) ** 0.5
+    norm = (2 * 2.25 + 2 * 1.0 + 2 * 4.0) ** 0.5
     for rank, (found, both, one) in enumerate(pool.run(2, clipped_on_rank)):
         assert found == pytest.approx(norm)
-        assert both == pytest.approx([2.0 / norm] * 2, rel=1e-5)
+        assert both == pytest.approx([1.5 / norm] * 2, rel=1e-5)
         assert one == pytest.approx([(1.0 + rank) / norm] * 2, rel=1e-5)

@@ -187,6 +187,25 @@ def test_states_of_another_shape_than_their_parameter_go_on(pool: Pool, tmp_path
             assert np.allclose(value, expected[name], rtol=1e-5, atol=1e-6), name
 
 
+def test_what_is_loaded_takes_the_place_of_what_an_optimizer_had(tmp_path: Path) -> None:
+    """But not of the kernels that it runs."""
+    module = MAKE["titan"]()
+    materialize(module, 3, name="m")
+    state, optimizer = TrainingState("model", {"m": module}, group=None), _optimizer(module, factored=False)
+    first = next(module.parameters()).requires_grad_(False)
+    _train(module, optimizer)
+    path = tmp_path / "checkpoint.ckpt"
+    state.save({"state_dict": state.model_tensors(), "optimizer_states": [state.optimizer_state(optimizer)]}, path)
+    other = torch.optim.AdamW(module.parameters(), lr=0.5, foreach=True)
+    first.requires_grad_()
+    _train(module, other)
+    assert first in other.state
+    state.load(path, [other])
+    assert other.state.keys() == {*module.parameters()} - {first}
+    (group,) = other.param_groups
+    assert group["lr"] == 0.1 and group["foreach"] is True
+
+
 class Odd(torch.optim.Optimizer):
     """Its state is of everything but plain tensors."""
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_strategy import ragged
+from hetero_strategy.plan.ahead import ahead, with_next
 from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.packing import regroup
 from hetero_strategy.plan.step_plan import ModuleLoad, StepItems, StepMetadata, StepPlan, edge_blocks, slots
@@ -208,3 +209,11 @@ def test_microbatches_are_joined_and_split() -> None:
 def test_expand() -> None:
     assert ragged.expand(array([5, 0, 9]), array([2, 3, 0])).tolist() == [5, 6, 0, 1, 2]
     assert ragged.expand(array([]), array([])).tolist() == []
+
+
+@given(plans())
+def test_work_of_the_next_step_comes_after_all_of_this_one(made: Plans) -> None:
+    plan, _, _ = made
+    both = with_next(plan, plan, ("vision",), held=False)
+    now, later = ([(a.first, a.last) for a in both.assignments[name]] for name in ("vision", ahead("vision")))
+    assert later == [(first + plan.microbatches, last + plan.microbatches) for first, last in now]

@@ -219,7 +219,10 @@ def test_what_becomes_of_parameters_in_closed_form() -> None:
     assert shards.gathered.tolist() == (2 * (trained + frozen)).tolist()
     assert replicas.gathered.tolist() == (2 * trained).tolist(), "over one rank only what trains is cast"
     assert shards.summed.tolist() == (2 * trained).tolist()
-    assert of(True, dp_shard=2).summed.tolist() == (4 * trained).tolist()
+    once = of(True, dp_shard=2)
+    assert once.summed.tolist() == (4 * trained).tolist() and once.reduce == max(4 * trained) + 4 * total / 2
+    assert shards.beside_forward().tolist() == (2 * 2 * (trained + frozen))[:-1].tolist(), "weights and their buffer"
+    assert not once.beside_forward().any()
     assert [one.bucket for one in (of(True, FP32, dp_replicate=2), replicas, shards)] == [4 * total, 0, 0]
 
 

@@ -175,6 +175,8 @@ def test_replicas_sum_their_gradients_after_the_last_backward_or_in_reduce() -> 
     assert once.reduce == pytest.approx(summed)
     assert every.reduce == 0.0
     assert every.after - once.after == pytest.approx(summed)
+    (half,) = times(shape(), 4, dp_replicate=4, once=False, accumulated=2)
+    assert every.after - half.after == pytest.approx(16 * 28 / 100.0 / 2), "the optimizer alone is shared out"
 
 
 def test_gathers_of_every_microbatch_run_beside_its_compute() -> None:

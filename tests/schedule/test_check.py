@@ -97,6 +97,10 @@ def test_more_microbatches_than_the_bound() -> None:
     ):
         check(replace(schedule, in_flight={**schedule.in_flight, LLM0: 1}))
     assert schedule.in_flight == {LLM0: 2, LLM1: 1}
+    # I leaves W what it needs: F0 I0 F1 I1 W0 holds two microbatches.
+    split = make_schedule("zb_h1", chain(2), work(2))
+    with pytest.raises(ScheduleError, match=r"rank 1 holds 2 microbatches of llm\.1 after llm\.1 F1"):
+        check(replace(split, in_flight={**split.in_flight, LLM1: 1}))
 
 
 def test_ranks_that_share_two_nodes_in_different_order() -> None:
@@ -149,3 +153,13 @@ def test_random_damage_to_one_rank_of_several_is_refused(mixed: Schedule) -> Non
         except ScheduleError:
             refused += 1
     assert refused > 150
+
+
+def test_starts_keep_to_every_list_and_to_what_actions_need() -> None:
+    schedule = make_schedule("gpipe", chain(2), work(2))
+    for action, said in (
+        (Action("F", LLM0, 1), r"llm\.0 F1 starts before llm\.0 F0, which rank 0 runs first"),
+        (Action("F", LLM1, 0), r"llm\.1 F0 starts before llm\.0 F0, which it needs"),
+    ):
+        with pytest.raises(ScheduleError, match=said):
+            check(replace(schedule, known_starts=(action, *(a for a in schedule.starts if a != action))))
