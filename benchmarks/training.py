@@ -55,17 +55,50 @@ def _inputs(plan: StepPlan, number: int, vocabulary: int, generator: torch.Gener
     return made
 
 
-def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-    """The same for all loops."""
-    return torch.optim.AdamW(parameters, lr=1e-4)
+def optimizer_of(parameters: Any, *, fused: bool | None = None) -> torch.optim.Optimizer:
+    """AdamW; by default as torch has it, which on a CPU is a loop over parameters."""
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=fused)
+
+
+Orders = dict[tuple[int, str, int], torch.Tensor | None]
+"""Batch, encoder and microbatch -> order of the encoder's rows in the language model, on the device."""
+
+
+def microbatch_loss(
+    model: MultimodalModel, source: Batch, batch: Batch, number: int, orders: Orders, device: torch.device
+) -> torch.Tensor:
+    """Return one microbatch's part of the loss, as a loop by hand computes it.
+
+    Args:
+        model: encoders and the language model ``llm``, all on this device.
+        source: the batch as the loader gives it, whose identity is the key of ``orders``.
+        batch: the same on the device.
+        number: of the microbatch.
+        orders: filled here, so that they are made once for each batch.
+        device: of the model.
+    """
+    rows: dict[Hashable, torch.Tensor] = {}
+    for encoder in (name for name in model.modules_by_name if name != "llm"):
+        inputs, key = batch.inputs[encoder][number], (id(source), encoder, number)
+        if inputs is None:
+            continue
+        if key not in orders:
+            order = source.local_rows(encoder, number, "llm", number)
+            orders[key] = None if order is None else order.to(device)
+        made, order = model.modules_by_name[encoder](inputs), orders[key]
+        rows[encoder, number] = made if order is None else made.index_select(0, order)
+    loss: torch.Tensor = model.modules_by_name["llm"](batch.inputs["llm"][number], rows).loss_sum
+    return loss / batch.plan.normalizer("llm")
 
 
 class Lit(L.LightningModule):
     """What a person writes."""
 
-    def __init__(self, make_model: Callable[[], MultimodalModel], losses: list[torch.Tensor]) -> None:
+    def __init__(
+        self, make_model: Callable[[], MultimodalModel], losses: list[torch.Tensor], fused: bool | None = None
+    ) -> None:
         super().__init__()
-        self.make_model, self.losses = make_model, losses
+        self.make_model, self.losses, self.fused = make_model, losses, fused
         self.model: MultimodalModel | None = None
         self.loaded: dict[int, Batch] = {}
 
@@ -90,7 +123,7 @@ class Lit(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return optimizer_of(self.parameters())
+        return optimizer_of(self.parameters(), fused=self.fused)
 
 
 def with_trainer(
@@ -99,6 +132,8 @@ def with_trainer(
     device: str,
     precision: str,
     losses: list[torch.Tensor],
+    *,
+    fused: bool | None = None,
 ) -> Callable[[Any], None]:
     """A loop by Lightning, without a logger: its cost is the person's choice."""
 
@@ -107,6 +142,6 @@ def with_trainer(
             accelerator=device, devices=1, strategy=strategy(), precision=cast(Any, precision), max_epochs=1,
             logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         )  # fmt: skip
-        trainer.fit(Lit(make_model, losses), train_dataloaders=loader)
+        trainer.fit(Lit(make_model, losses, fused), train_dataloaders=loader)
 
     return train

@@ -104,10 +104,10 @@ def test_step_overhead(pool, tmp_path) -> None:
     assert document["settings"]["size"] == ["tiny"]
     assert document["machine"]["cores"] and document["machine"]["device"] == "cpu"
     results = document["results"]["tiny"]
-    assert set(results["contenders"]) == {"hetero", "lightning", "plain"}
+    assert set(results["contenders"]) == {"hetero", "lightning", "fair", "fused", "plain"}
     for one in results["contenders"].values():
         assert one["step_ms"] >= one["fastest_ms"] and one["cpu_ms"] >= one["least_cpu_ms"]
-    assert results["contenders"]["plain"]["over_plain"] == 1.0
+    assert results["contenders"]["fair"]["over_fair"] == 1.0
     assert results["loss_difference"] < 1e-4
 
 
