@@ -1,18 +1,21 @@
-"""What the main thread does in a step besides kernels, and what loader workers do for it.
+"""What the main thread does in a step between kernels, and what loader workers do for it.
 
 Three modules on 8 pipeline ranks x instances: the language model in 8 stages, both encoders data parallel on all ranks;
 32 microbatches, 1F1B. One rank of that world runs here for real, all others are torch's fake process group, so the
-time that is left once kernels and collectives are taken away is what Python does between them.
+time that is left once kernels are taken away is what Python does between them. Kernels are what blocks and the parts
+beside them compute inside, autograd's backward, and the sums of gradients. Messages count, and so do the hooks of every
+block, which seed its random numbers. Seconds are those of the thread, which other work on the machine lengthens less.
 
   schedule   the schedule of all ranks, in a loader worker
   compile    the program of this rank, in a loader worker
-  main       of a step on the main thread, without kernels and collectives
+  main       of a step on the main thread, without kernels
   calls      calls of Python and C functions in ``main``: the same on every machine
   step       the whole of it, with the tiny modules of this benchmark
 
-The second table is the language model alone, a stage in the middle of 8 with one small layer in the place of its
-blocks, beside torch's own pipelining runtimes with the same layer and schedule: in turns, per action. Theirs have
-tensors of one shape, no rows to route and no random numbers to set.
+The second table is the language model alone, a stage in the middle of 8 whose one block is a small layer, beside
+torch's own pipelining runtimes with the same layer and schedule: in turns, per action. Theirs have tensors of one
+shape, no rows to route and no random numbers to set, and no adapter around the layer. The last line of the table is
+what each further block of a stage adds to a forward.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ from benchmarks.peers import torch_pipeline
 from benchmarks.pipelines import Setting, assembled
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.loading.batch import Batch
-from hetero_strategy.runtime import backward, local_stage
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.runtime import local_stage
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.compile import compile_step
 from hetero_strategy.schedule.text import to_csv
@@ -46,7 +50,7 @@ STAGES, MICROBATCHES, WIDTH = 8, 32, 32
 
 
 class Kernels:
-    """Seconds spent in what is wrapped, nested calls counted once; and calls of all functions outside of it."""
+    """Thread seconds spent in what is wrapped, nested calls counted once; and calls of all functions outside of it."""
 
     def __init__(self) -> None:
         self.seconds, self.calls, self._inside = 0.0, 0, False
@@ -59,11 +63,11 @@ class Kernels:
         def call(*given: Any, **options: Any) -> Any:
             if self._inside:
                 return function(*given, **options)
-            self._inside, began = True, time.perf_counter()
+            self._inside, began = True, time.thread_time()
             try:
                 return function(*given, **options)
             finally:
-                self.seconds, self._inside = self.seconds + time.perf_counter() - began, False
+                self.seconds, self._inside = self.seconds + time.thread_time() - began, False
 
         return call
 
@@ -97,15 +101,24 @@ def one_rank(instances: int, rank: int, *, alone: bool = False) -> Iterator[tupl
         dist.destroy_process_group()
 
 
+def computing(stage: Adapter) -> list[nn.Module]:
+    """Return the modules whose forward is kernels: blocks, and all outside of blocks that hold none of them."""
+    blocks = list(stage.blocks().values())
+    return [m for m in stage.modules() if m in blocks or not any(block in m.modules() for block in blocks)]
+
+
 @contextmanager
 def stepping(executor: Executor, batch: Batch, kernels: Kernels) -> Iterator[Callable[[], None]]:
-    """What runs one step, of which ``kernels`` takes the seconds of kernels and collectives."""
+    """Give what runs one step, of which ``kernels`` takes the seconds of kernels.
+
+    What a block computes is its forward without the hooks around it.
+    """
     with ExitStack() as patches:
         for stage in executor.stages.values():
-            patches.enter_context(patch.object(stage, "forward", kernels.timed(stage.forward)))
+            for module in computing(stage):
+                patches.enter_context(patch.object(module, "forward", kernels.timed(module.forward)))
         for owner, name in (
-            (backward, "whole"), (backward, "inputs_first"), (local_stage, "settle"), (dist, "all_reduce"),
-            (dist, "batch_isend_irecv"),
+            (torch.autograd, "backward"), (torch.autograd, "grad"), (local_stage, "settle"), (dist, "all_reduce"),
         ):  # fmt: skip
             patches.enter_context(patch.object(owner, name, kernels.timed(getattr(owner, name))))
 
@@ -116,10 +129,10 @@ def stepping(executor: Executor, batch: Batch, kernels: Kernels) -> Iterator[Cal
 
 
 def time_step(step: Callable[[], None], kernels: Kernels) -> tuple[float, float]:
-    """Seconds of a step, and of it without kernels."""
-    kernels.seconds, began = 0.0, time.perf_counter()
+    """Return the thread seconds of a step, and of it without kernels."""
+    kernels.seconds, began = 0.0, time.thread_time()
     step()
-    took = time.perf_counter() - began
+    took = time.thread_time() - began
     return took, took - kernels.seconds
 
 
@@ -140,11 +153,11 @@ def measure(instances: int, rank: int, rounds: int) -> dict[str, float]:
         schedules, compiles = [], []
         for _ in range(rounds):
             batch.plan._places.clear()
-            began = time.perf_counter()
+            began = time.thread_time()
             schedule = executor.compiler.schedule(batch.plan, train=True)
-            scheduled = time.perf_counter()
+            scheduled = time.thread_time()
             program = compile_step(batch.plan, schedule, rank)
-            compiles.append(time.perf_counter() - scheduled)
+            compiles.append(time.thread_time() - scheduled)
             schedules.append(scheduled - began)
         kernels = Kernels()
         with stepping(executor, batch.with_program(program), kernels) as step:
@@ -164,12 +177,16 @@ def measure(instances: int, rank: int, rounds: int) -> dict[str, float]:
 
 
 def beside_torch(rounds: int, rank: int = STAGES // 2) -> dict[str, dict[str, float]]:
-    """Runtime -> microseconds without kernels, and calls, per action: the language model alone, in turns."""
+    """Runtime -> microseconds without kernels, and calls, per action: the language model alone, in turns.
+
+    ``a block``: microseconds and calls of one block in one forward beside what it computes, measured alone.
+    """
     layer, kernels = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), Kernels()
     with ExitStack() as stack:
         executor, batch = stack.enter_context(one_rank(1, rank, alone=True))
-        for stage in executor.stages.values():
-            stack.enter_context(patch.object(stage, "forward", lambda inputs, rows, hidden: layer(hidden)))
+        (stage,) = executor.stages.values()
+        (block,) = stage.blocks().values()
+        stack.enter_context(patch.object(block, "forward", lambda hidden, *_, **__: layer(hidden)))
         path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "schedule.csv"
         path.write_text(to_csv(executor.compiler.schedule(batch.plan, train=True)))
         steps = {"ours": stack.enter_context(stepping(executor, executor.ready(batch, train=True), kernels))}
@@ -178,13 +195,25 @@ def beside_torch(rounds: int, rank: int = STAGES // 2) -> dict[str, dict[str, fl
             steps[name] = torch_pipeline.prepared(*given, kernels.timed)
         turns = [{name: time_step(step, kernels)[1] for name, step in steps.items()} for _ in range(rounds + 2)][2:]
         actions = 2 * MICROBATCHES  # of all: ours also starts the sum of gradients, which counts for nothing here
-        return {
+        found = {
             name: {
                 "microseconds": 1e6 * statistics.median(turn[name] for turn in turns) / actions,
                 "calls": calls_of(step, kernels) / actions,
             }
             for name, step in steps.items()
         }
+        hidden, numbers = torch.zeros(8, WIDTH), stage.random_numbers
+        assert numbers is not None
+        numbers.start(batch.plan.metadata, 0, 0, 0, 0, hidden.device, rows_of=0)
+
+        def blocks() -> None:
+            for _ in range(100):
+                block(hidden)
+
+        took = [time_step(blocks, kernels)[1] for _ in range(rounds + 2)][2:]
+        numbers.stop()
+        alone = {"microseconds": 1e4 * statistics.median(took), "calls": calls_of(blocks, kernels) / 100}
+        return found | {"a block": alone}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -205,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     names = ("schedule", "compile", "main", "step")
     report(
         "host_time",
-        "one rank of a step of 3 modules, 8 stages x 32 microbatches, milliseconds",
+        "one rank of a step of 3 modules, 8 stages x 32 microbatches, milliseconds of the thread",
         ("instances", "ranks", "actions", "transfers", "calls", *names),
         [
             (int(x["instances"]), int(STAGES * x["instances"]), int(x["actions"]), int(x["transfers"]), int(x["calls"]),
@@ -217,10 +246,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     peers = beside_torch(given.rounds)
     report(
         "host_time",
-        "a stage of the language model alone beside torch's runtimes, between kernels",
+        "a stage of the language model alone beside torch's runtimes, between kernels, thread time",
         ("runtime", "us per action", "calls per action", "calls / ours"),
         [(name, x["microseconds"], x["calls"], x["calls"] / peers["ours"]["calls"]) for name, x in peers.items()],
-        [],
+        ["a block: what each further block of a stage adds to a forward of ours"],
     )
     figures = {"steps": found, "beside torch": peers}
     write_json(given.json, "host_time", "cpu", {"instances": given.instances, "rounds": given.rounds}, figures)

@@ -287,7 +287,10 @@ def lines_of(
 
 
 def check(device: torch.device, size: str) -> Iterator[Line]:
-    """Encoder and LLM, beside a loop by hand over the same modules with the same storage, eager and compiled.
+    """Compare encoder and LLM with loops by hand over the same modules, eager and compiled.
+
+    The peer keeps bf16 weights beside fp32 masters, as one device needs no more. FSDP2 over a group of one, which few
+    would use there, is a second peer of the compiled step.
 
     Raises:
         RuntimeError: their losses differ: then the times compare different work.
@@ -296,7 +299,7 @@ def check(device: torch.device, size: str) -> Iterator[Line]:
 
 
 def check_llm(device: torch.device, size: str) -> Iterator[Line]:
-    """The LLM alone, beside torchtitan's own Transformer over as many tokens."""
+    """Compare the LLM alone with torchtitan's own Transformer over as many tokens, held as in :func:`check`."""
     yield from _compared(SIZES[size], device, alone=True)
 
 
@@ -310,22 +313,29 @@ def _compared(size: Size, device: torch.device, *, alone: bool) -> Iterator[Line
     trains: dict[str, Train] = {}
     ways = {"eager": None, "compiled": "inductor" if device.type == "cuda" else "eager"}  # which only traces
     for how, by in ways.items():
-        mine, other = losses.setdefault(how, []), losses.setdefault(f"{peer}, {how}", [])
-        trains[how] = hetero(make_model, device, mine, by)
-        trains[f"{peer}, {how}"] = (
-            of_titan(make_model, device, size.length, backend=by)
-            if alone
-            else by_hand(make_model, device, other, backend=by)
-        )
+        trains[how] = hetero(make_model, device, losses.setdefault(how, []), by)
+        for whose in _peers(peer, how):
+            name, fsdp = f"{whose}, {how}", whose != peer
+            trains[name] = (
+                of_titan(make_model, device, size.length, backend=by, fsdp=fsdp)
+                if alone
+                else by_hand(make_model, device, losses.setdefault(name, []), backend=by, fsdp=fsdp)
+            )
     with values_made_once():
         made = visits(trains, batches, size, device)
     for how in ways:
-        if not alone:
-            _same_work(losses[how], losses[f"{peer}, {how}"])
-        yield from lines_of(how, made[how], made[f"{peer}, {how}"], peer, goal, work, device)
+        for whose in _peers(peer, how):
+            if not alone:
+                _same_work(losses[how], losses[f"{whose}, {how}"])
+            yield from lines_of(how, made[how], made[f"{whose}, {how}"], whose, goal, work, device)
     for whose, names in (("ours", ways), (peer, [f"{peer}, {how}" for how in ways])):
         eager, compiled = (work.tokens / statistics.median(v.seconds for v in made[name]) for name in names)
         yield Line(f"compiled blocks of {whose}: tokens per second", compiled, "1/s", "eager ones", eager)
+
+
+def _peers(peer: str, how: str) -> tuple[str, ...]:
+    """Return the peer, and for compiled steps its form in FSDP2."""
+    return (peer, f"{peer} in FSDP2 over a group of one") if how == "compiled" else (peer,)
 
 
 def _same_work(ours: Sequence[Any], theirs: Sequence[Any], count: int = 3) -> None:

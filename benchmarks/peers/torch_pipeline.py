@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, schedules
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 RUNTIMES = {"torch Schedule1F1B": Schedule1F1B, "torch _PipelineScheduleRuntime": _PipelineScheduleRuntime}
@@ -25,7 +25,7 @@ def prepared(
     path: str,
     timed: Callable[[Callable[..., Any]], Any],
 ) -> Callable[[], None]:
-    """Return what runs one step, of which ``timed`` wraps kernels and messages.
+    """Return what runs one step, of which ``timed`` wraps kernels, not messages.
 
     Args:
         name: one of :data:`RUNTIMES`.
@@ -52,14 +52,10 @@ def prepared(
     vote = torch.ones(1, dtype=torch.int32)
     with patch.object(PipelineStage, "_warmup_backward_result", lambda *_, **__: vote):  # fake ranks do not vote
         runtime.step()
-    forward, backward, messages = timed(module.forward), timed(torch.autograd.backward), timed(schedules._batch_p2p)
+    forward, backward = timed(module.forward), timed(torch.autograd.backward)
 
     def step() -> None:
-        with (
-            patch.object(module, "forward", forward),
-            patch.object(torch.autograd, "backward", backward),
-            patch.object(schedules, "_batch_p2p", messages),
-        ):
+        with patch.object(module, "forward", forward), patch.object(torch.autograd, "backward", backward):
             runtime.step()
 
     return step

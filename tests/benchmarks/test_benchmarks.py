@@ -81,8 +81,8 @@ def test_runs_count_what_was_planned(pool, pair: str, tmp_path, capsys: pytest.C
             assert one[who]["bytes"] == one[who]["planned_bytes"]
 
 
-MOST_CALLS = 82
-"""Calls of functions in an action on the main thread, besides modules, autograd and collectives: 78 with torch 2.13.
+MOST_CALLS = 240
+"""Calls of functions in an action on the main thread, besides kernels: 232 with torch 2.13, messages included.
 What makes a step longer than it need be shows here, however busy the machine is."""
 
 
@@ -128,6 +128,7 @@ def test_host_time(pool) -> None:
     (one,), peers = figures["steps"], figures["beside torch"]
     assert one["actions"] == 3 * 2 * 32 + 3 and one["main"] < one["step"]
     assert 20 * one["actions"] < one["calls"] < MOST_CALLS * one["actions"]
+    assert 10 < peers.pop("a block")["calls"] < 20
     ours = peers.pop("ours")["calls"]
     assert all(0.9 * peer["calls"] > ours > 20 for peer in peers.values()), peers
 
