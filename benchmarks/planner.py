@@ -6,12 +6,16 @@ best        random small problems of 2 to 4 ranks, and others of 2 to 16: the pl
             candidates, each of them simulated, over the best with one layout for all modules, and over what the
             planners of three papers choose (:mod:`benchmarks.peers.seed_plans`); and what it would choose if ranks were
             allocated by the convex problem, as they are on more than 16 (``allocated``)
+papers      only with ``--papers``: vision encoder and language model of MLLM-72B on as many GPUs as DistTrain's, the
+            planner's choice beside what the planners of three papers choose, of whose candidates the 12 most promising
+            by their own formulas are simulated. The planner's own simulator is the judge of all
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf, nan
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +25,7 @@ import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
 
-from benchmarks.all_plans import KINDS, all_ways
+from benchmarks.all_plans import ENCODER, KINDS, LANGUAGE_MODEL, MODULES, all_ways
 from benchmarks.common import arguments, report, write_json
 from benchmarks.peers.seed_plans import SEEDS, seed_plans
 from hetero_strategy.errors import LayoutError, ScheduleError
@@ -36,6 +40,8 @@ from tests.planner.models import batch, cluster, model
 SIZES = {112: 133.0, 324: 441.0, 648: 641.0, 1296: 922.0}
 """GPUs -> milliseconds in DistTrain's table 2."""
 OVER = ("over_best", "over_one layout", "allocated_over_best")
+TRIED = 12
+"""Candidates of each paper's planner that are simulated on many ranks."""
 WIDTHS = (128, 256, 512, 768)
 PLAIN = BalanceConfig(reorder="none")
 
@@ -81,6 +87,23 @@ def allocation(sizes: Sequence[int], rounds: int, simulations: int) -> list[dict
                 "estimate_s": answer.best.estimate,
             }
         )
+    return rows
+
+
+def papers(sizes: Sequence[int], simulations: int) -> list[dict[str, float]]:
+    """Seconds of a step as the planner and as each paper's planner would run it, at each size."""
+    shape, metadata = paper("mllm_72b", "laion_1024")
+    shape = replace(shape, modules={n: shape.modules[n] for n in MODULES}, edges=((ENCODER, LANGUAGE_MODEL),))
+    metadata = replace(metadata, items={ENCODER: metadata.items[ENCODER]})
+    with initialize_config_dir(cli.CONF, version_base=None):
+        cfg = compose("plan", overrides=["cluster=disttrain"]).cluster
+    rows = []
+    for ranks in sizes:
+        given = hydra.utils.instantiate(cfg, nodes=ranks // 8)
+        planner = Planner(shape, given, [metadata], balance=PLAIN, simulations=simulations)
+        mine = planner.plan().best.seconds
+        rows.append({"ranks": given.ranks, "ours": mine, **seed_plans(planner, None, most=TRIED)})
+        print("papers", rows[-1], flush=True)
     return rows
 
 
@@ -212,8 +235,24 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--problems", type=int, default=200, help="random ones of 2 to 4 ranks (default 200)")
     parser.add_argument("--seed", type=int, default=0, help="of the first problem (default 0)")
     parser.add_argument("--larger", type=int, default=40, help="random ones of 2 to 16 ranks (default 40)")
+    parser.add_argument(
+        "--papers", type=int, nargs="*", default=[], help="ranks on which the papers' planners are compared, such as"
+        " 112 1296 (minutes each; default none)",
+    )  # fmt: skip
     given = parser.parse_args(argv)
     found: dict[str, Any] = {}
+    if given.papers:
+        found["papers"] = compared = papers(given.papers, given.simulations)
+        report(
+            "planner: papers",
+            "vision encoder and language model of MLLM-72B, simulated seconds of a step, and over ours",
+            ("ranks", "ours", *SEEDS, *(f"{seed} / ours" for seed in SEEDS)),
+            [
+                (r["ranks"], r["ours"], *(r[seed] for seed in SEEDS), *(r[seed] / r["ours"] for seed in SEEDS))
+                for r in compared
+            ],
+            ["inf: nothing of its kind fits into memory without recompute"],
+        )
     if given.sizes:
         found["allocation"] = rows = allocation(given.sizes, given.rounds, given.simulations)
         report(

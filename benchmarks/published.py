@@ -2,8 +2,9 @@
 
 The sizes, layouts and batches of published runs go in; seconds of a step come out of the same evaluation that the
 planner ranks candidates with: models are counted on the meta device, a real step plan and schedule are simulated over
-all ranks, at full size. Nothing is fitted but the share of matmuls, once per architecture (the rows marked *, see
-``hetero_strategy.planner.hardware``); all other rows come as they are. FLOPs and throughput are counted as each source
+all ranks, at full size. Fitted is the share of matmuls, once per architecture (the rows marked *, see
+``hetero_strategy.planner.hardware``), and what narrow matmuls lose, on two rows of H100 that say so; all other rows
+come as they are. FLOPs and throughput are counted as each source
 does. A ratio above 1 means that we predict a faster run.
 
 What sources do not print, and what is taken for all of their rows alike:
@@ -25,8 +26,8 @@ What sources do not print, and what is taken for all of their rows alike:
                   has 12 virtual stages that hold layers of both and cannot be as even. Optimus
                   itself and its other tables: ``benchmarks.filling``, ``benchmarks.optimus_tables``.
 
-  disttrain, orchmllm   what both print over their baselines: see ``benchmarks.published_multimodal``, which says, too,
-                  why NVIDIA's heterogeneous parallelism is missing.
+  disttrain, orchmllm   what both print over their baselines: see ``benchmarks.published_multimodal``. NVIDIA's
+                  heterogeneous parallelism: ``benchmarks.heterogeneous_gain``.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class MegatronRow:
 
 
 H100 = (
-    MegatronRow("1.7B", 24, 2048, 1, 1, 48, 192, 408.8, "one share for matmuls of all sizes: those of width 2048 lose"),
+    MegatronRow("1.7B", 24, 2048, 1, 1, 48, 192, 408.8, "what narrow matmuls lose was fitted to it"),
     MegatronRow("7.1B", 30, 4096, 2, 1, 96, 192, 465.9),
     MegatronRow("16B", 32, 6144, 4, 1, 192, 192, 489.1),
     MegatronRow("32B", 48, 7168, 8, 1, 384, 192, 459.6),
@@ -235,12 +236,13 @@ class TitanRow:
     why: str = ""
 
 
-NARROW = "one share for matmuls of all sizes: those of 4096 / 8 lose"
+NARROW = "what narrow matmuls lose was fitted to it"
+PIECES = "pieces of matmuls are slower than whole ones"
 TITAN = (
     TitanRow("8B FSDP", "8B", 8, 1, 2, Recompute(2), False, 6667),
     TitanRow("8B FSDP", "8B", 128, 1, 2, Recompute(2), False, 6514, "500 W instead of 700"),
     TitanRow("8B FSDP 8, TP 8", "8B", 64, 8, 12, Recompute(2), False, 4378, NARROW),
-    TitanRow("8B FSDP 8, async TP 8", "8B", 64, 8, 12, Recompute(2), True, 4809, NARROW),
+    TitanRow("8B FSDP 8, async TP 8", "8B", 64, 8, 12, Recompute(2), True, 4809, PIECES),
     TitanRow("70B FSDP 32, TP 8", "70B", 256, 8, 16, Recompute(), False, 597.3),
     TitanRow(
         "70B FSDP 32, async TP 8",
@@ -251,7 +253,7 @@ TITAN = (
         Recompute(),
         True,
         652.4,
-        "pieces of matmuls are slower than whole ones",
+        PIECES,
     ),
 )
 

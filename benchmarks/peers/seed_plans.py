@@ -1,9 +1,9 @@
 """What the planners of three papers choose for one encoder and one language model, by their own rules.
 
-DistTrain   (arXiv:2408.04275, section 4): every module has ranks of its own. Tensor and data parallelism are
-            enumerated, ranks minimize the warm-up of all modules and the slowest stage times the other microbatches
-            (equations 1 and 2), here by trying all of them, which no rounding of a convex program can beat. ZeRO-1,
-            1F1B.
+DistTrain   (arXiv:2408.04275, section 4): every module has ranks and a pipeline of its own. Tensor and data
+            parallelism are enumerated, ranks minimize the warm-up of all modules and the slowest stage times the other
+            microbatches (equations 1 and 2), here by trying all of them, which no rounding of a convex program can
+            beat. ZeRO-1, 1F1B.
 Optimus     (arXiv:2408.03505, section 4): the language model's plan is the best for it alone; the encoder has its own
             on the same ranks, whose degrees divide those of the language model, and fills bubbles. All such plans are
             scheduled coarsely and finely, and the fastest is taken.
@@ -11,14 +11,18 @@ Cornstarch  (arXiv:2503.11367, algorithm 1): one pipeline per module, with the s
             every number of the language model's stages the encoder has as few as keep within the time of one of these;
             of all the fastest is taken. 1F1B.
 
-Optimus and Cornstarch judge by times of a step: here by the planner's own simulator, as it judges its own.
+Optimus and Cornstarch judge by times of a step: here by the planner's own simulator, as it judges its own. On more than
+``FEW`` ranks a module has part of a node or whole nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import product
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import islice, product
 from math import inf
+
+import numpy as np
 
 from benchmarks.all_plans import ENCODER, LANGUAGE_MODEL, MODULES
 from hetero_strategy.errors import LayoutError, ScheduleError
@@ -26,29 +30,43 @@ from hetero_strategy.planner.evaluate import Candidate
 from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.space import Degrees, divisors
 
+FEW = 16
+"""Ranks up to which every number of ranks is tried for a module."""
 
-def seed_plans(planner: Planner, microbatches: int | None) -> dict[str, float]:
+
+def seed_plans(planner: Planner, microbatches: int | None, *, most: int | None = None) -> dict[str, float]:
     """Simulated seconds of what each planner chooses; infinite where nothing of its kind fits.
 
     Args:
+        planner: knows model, cluster and batch, and simulates.
         microbatches: given; None: theirs, of one sample for every instance of the language model.
+        most: candidates of one planner that are simulated, the most promising by its formula; None: all.
     """
-    return {name: _fastest(planner, seed(planner, microbatches)) for name, seed in SEEDS.items()}
+    return {name: _fastest(planner, islice(seed(planner, microbatches), most)) for name, seed in SEEDS.items()}
 
 
 def _disttrain(planner: Planner, microbatches: int | None) -> Iterator[Candidate]:
     estimates, ranks = planner.estimates, planner.evaluator.cluster.ranks
+    encoders = list(_all_degrees(planner, ENCODER, _sizes(planner, ranks - 1)))
+
+    @cache
+    def fitting(count: int) -> tuple[Sequence[Degrees], np.ndarray]:
+        """The encoder's degrees, and ranks, seconds of a microbatch and of one of its stages as rows."""
+        fit = [e for e in encoders if estimates.bytes(ENCODER, e, count) <= estimates.memory]
+        each = [estimates.work(ENCODER, e.tp).total / (e.dp * count) for e in fit]
+        return fit, np.array([(e.ranks, s, s / e.pp) for e, s in zip(fit, each, strict=True)]).reshape(-1, 3).T
+
     best, chosen = inf, None
-    for llm in _all_degrees(planner, LANGUAGE_MODEL, range(1, ranks)):
+    for llm in _all_degrees(planner, LANGUAGE_MODEL, _sizes(planner, ranks - 1)):
         count = microbatches or _samples(planner) // llm.dp
-        for encoder in _all_degrees(planner, ENCODER, range(1, ranks - llm.ranks + 1), pipelined=False):
-            ways = {ENCODER: encoder, LANGUAGE_MODEL: llm}
-            if count < 1 or any(estimates.bytes(m, w, count) > estimates.memory for m, w in ways.items()):
-                continue
-            each = {m: estimates.work(m, w.tp).total / (w.dp * count) for m, w in ways.items()}
-            seconds = sum(each.values()) + (count - 1) * max(each[m] / w.pp for m, w in ways.items())
-            if seconds < best:
-                best, chosen = seconds, _apart(encoder, llm, count)
+        if count < 1 or estimates.bytes(LANGUAGE_MODEL, llm, count) > estimates.memory:
+            continue
+        fit, (taken, through, stage) = fitting(count)
+        mine = estimates.work(LANGUAGE_MODEL, llm.tp).total / (llm.dp * count)
+        seconds = through + mine + (count - 1) * np.maximum(stage, mine / llm.pp)
+        seconds = np.where(taken + llm.ranks <= ranks, seconds, inf)
+        if len(fit) and seconds.min() < best:
+            best, chosen = seconds.min(), _apart(fit[int(seconds.argmin())], llm, count)
     if chosen is not None:
         yield chosen
 
@@ -67,7 +85,8 @@ def _optimus(planner: Planner, microbatches: int | None) -> Iterator[Candidate]:
     if chosen is None:
         return
     llm, count = chosen
-    for encoder in _all_degrees(planner, ENCODER, [ranks]):
+    encoders = _all_degrees(planner, ENCODER, [ranks])
+    for encoder in sorted(encoders, key=lambda degrees: estimates.busy(ENCODER, degrees, count)):
         held = estimates.held(ENCODER, encoder) + estimates.bytes(LANGUAGE_MODEL, llm, count)
         if llm.pp % encoder.pp == 0 and llm.tp % encoder.tp == 0 and held <= estimates.memory:
             layouts = {ENCODER: encoder.layout(range(ranks)), LANGUAGE_MODEL: llm.layout(range(ranks))}
@@ -77,7 +96,8 @@ def _optimus(planner: Planner, microbatches: int | None) -> Iterator[Candidate]:
 
 def _cornstarch(planner: Planner, microbatches: int | None) -> Iterator[Candidate]:
     estimates, ranks, shape = planner.estimates, planner.evaluator.cluster.ranks, planner.evaluator.shape
-    for llm in _all_degrees(planner, LANGUAGE_MODEL, range(1, ranks)):
+    candidates: list[tuple[float, Candidate]] = []
+    for llm in _all_degrees(planner, LANGUAGE_MODEL, _sizes(planner, ranks - 1)):
         if llm.tp not in shape.modules[ENCODER].tp:
             continue
         stage = estimates.work(LANGUAGE_MODEL, llm.tp).total * estimates.slowest_share(LANGUAGE_MODEL, llm.tp, llm.pp)
@@ -88,7 +108,10 @@ def _cornstarch(planner: Planner, microbatches: int | None) -> Iterator[Candidat
         ways = {ENCODER: encoder, LANGUAGE_MODEL: llm}
         fits = all(estimates.bytes(m, w, count) <= estimates.memory for m, w in ways.items() if count)
         if count >= 1 and fits and llm.ranks + encoder.ranks <= ranks:
-            yield _apart(encoder, llm, count)
+            slowest = max(stage, work * shares[stages]) / (llm.dp * count)
+            candidates.append((slowest * (count + llm.pp + stages - 1), _apart(encoder, llm, count)))
+    for _, candidate in sorted(candidates, key=lambda pair: pair[0]):
+        yield candidate
 
 
 def _apart(encoder: Degrees, llm: Degrees, microbatches: int) -> Candidate:
@@ -98,12 +121,19 @@ def _apart(encoder: Degrees, llm: Degrees, microbatches: int) -> Candidate:
     return Candidate(layouts, microbatches, "1f1b", reshard_after_forward="never", fill="none")
 
 
-def _all_degrees(planner: Planner, name: str, sizes: Iterable[int], *, pipelined: bool = True) -> Iterator[Degrees]:
+def _sizes(planner: Planner, last: int) -> list[int]:
+    """Return the numbers of ranks that a module may have."""
+    cluster = planner.evaluator.cluster
+    every, node = cluster.ranks <= FEW, cluster.ranks_per_node
+    return [n for n in range(1, last + 1) if every or n < node or n % node == 0]
+
+
+def _all_degrees(planner: Planner, name: str, sizes: Iterable[int]) -> Iterator[Degrees]:
     """All degrees on so many ranks, instances as shards, of which the global batch is a multiple."""
     module, samples = planner.evaluator.shape.modules[name], _samples(planner)
     for ranks, tp in product(sizes, module.tp):
         if ranks % tp == 0 and planner.evaluator.cluster.ranks_per_node % tp == 0:
-            for pp in divisors(ranks // tp) if pipelined else (1,):
+            for pp in divisors(ranks // tp):
                 dp = ranks // tp // pp
                 if pp <= module.blocks and (samples % dp == 0 or name != LANGUAGE_MODEL):
                     yield Degrees(tp, pp, 1, dp, whole=True)
