@@ -1,7 +1,7 @@
 """Optimus' tables 1, 4 and 6 beside what the planner's model of devices says; tables 5 and 7: ``benchmarks.filling``.
 
 Models at full size on all their ranks, simulated as in ``benchmarks.published``: counted on the meta device, real step
-plans and schedules, shares of matmuls by their width, and nothing fitted to Optimus. All is recomputed, as in its FLOPs;
+plans and schedules, shares of matmuls by width, and nothing fitted to Optimus. All is recomputed, as in its FLOPs;
 microbatches hold 2 samples of 2048 rows unless said. ``Megatron-LM`` has all encoders on the first stage's ranks and
 fewer LLM layers there; ``balanced`` cuts encoders and LLM evenly over the pipeline, one stage of the encoder and 12 of
 the LLM on a rank; ``filled`` is an encoder on all ranks, in bubbles; ``beside`` also in those of tensor parallelism

@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 (r["ranks"], r["ours"], *(r[seed] for seed in SEEDS), *(r[seed] / r["ours"] for seed in SEEDS))
                 for r in compared
             ],
-            ["inf: nothing of its kind fits into memory without recompute"],
+            ["inf: nothing of its kind fits into memory"],
         )
     if given.sizes:
         found["allocation"] = rows = allocation(given.sizes, given.rounds, given.simulations)

@@ -12,12 +12,13 @@ Cornstarch  (arXiv:2503.11367, algorithm 1): one pipeline per module, with the s
             of all the fastest is taken. 1F1B.
 
 Optimus and Cornstarch judge by times of a step: here by the planner's own simulator, as it judges its own. On more than
-``FEW`` ranks a module has part of a node or whole nodes.
+``FEW`` ranks a module has part of a node or whole nodes. A module that does not fit otherwise has all its blocks
+recomputed, of which the papers say nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice, product
 from math import inf
@@ -26,6 +27,7 @@ import numpy as np
 
 from benchmarks.all_plans import ENCODER, LANGUAGE_MODEL, MODULES
 from hetero_strategy.errors import LayoutError, ScheduleError
+from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.planner.evaluate import Candidate
 from hetero_strategy.planner.search import Planner
 from hetero_strategy.planner.space import Degrees, divisors
@@ -52,21 +54,22 @@ def _disttrain(planner: Planner, microbatches: int | None) -> Iterator[Candidate
     @cache
     def fitting(count: int) -> tuple[Sequence[Degrees], np.ndarray]:
         """The encoder's degrees, and ranks, seconds of a microbatch and of one of its stages as rows."""
-        fit = [e for e in encoders if estimates.bytes(ENCODER, e, count) <= estimates.memory]
-        each = [estimates.work(ENCODER, e.tp).total / (e.dp * count) for e in fit]
+        fit = [e for e in (_fitting(planner, ENCODER, e, count) for e in encoders) if e]
+        each = [estimates.work(ENCODER, e.tp, e.recomputed).total / (e.dp * count) for e in fit]
         return fit, np.array([(e.ranks, s, s / e.pp) for e, s in zip(fit, each, strict=True)]).reshape(-1, 3).T
 
     best, chosen = inf, None
-    for llm in _all_degrees(planner, LANGUAGE_MODEL, _sizes(planner, ranks - 1)):
-        count = microbatches or _samples(planner) // llm.dp
-        if count < 1 or estimates.bytes(LANGUAGE_MODEL, llm, count) > estimates.memory:
+    for degrees in _all_degrees(planner, LANGUAGE_MODEL, _sizes(planner, ranks - 1)):
+        count = microbatches or _samples(planner) // degrees.dp
+        llm = _fitting(planner, LANGUAGE_MODEL, degrees, count)
+        if llm is None:
             continue
         fit, (taken, through, stage) = fitting(count)
-        mine = estimates.work(LANGUAGE_MODEL, llm.tp).total / (llm.dp * count)
+        mine = estimates.work(LANGUAGE_MODEL, llm.tp, llm.recomputed).total / (llm.dp * count)
         seconds = through + mine + (count - 1) * np.maximum(stage, mine / llm.pp)
         seconds = np.where(taken + llm.ranks <= ranks, seconds, inf)
         if len(fit) and seconds.min() < best:
-            best, chosen = seconds.min(), _apart(fit[int(seconds.argmin())], llm, count)
+            best, chosen = seconds.min(), _apart(planner, fit[int(seconds.argmin())], llm, count)
     if chosen is not None:
         yield chosen
 
@@ -74,9 +77,10 @@ def _disttrain(planner: Planner, microbatches: int | None) -> Iterator[Candidate
 def _optimus(planner: Planner, microbatches: int | None) -> Iterator[Candidate]:
     estimates, ranks = planner.estimates, planner.evaluator.cluster.ranks
     best, chosen = inf, None
-    for llm in _all_degrees(planner, LANGUAGE_MODEL, [ranks]):
-        count = microbatches or _samples(planner) // llm.dp
-        if count < 1 or estimates.bytes(LANGUAGE_MODEL, llm, count) > estimates.memory:
+    for degrees in _all_degrees(planner, LANGUAGE_MODEL, [ranks]):
+        count = microbatches or _samples(planner) // degrees.dp
+        llm = _fitting(planner, LANGUAGE_MODEL, degrees, count)
+        if llm is None:
             continue
         seconds = estimates.busy(LANGUAGE_MODEL, llm, count) * (count - 1) / count
         seconds += estimates.synchronized(LANGUAGE_MODEL, llm, count) + estimates.through(LANGUAGE_MODEL, llm, count)
@@ -90,8 +94,9 @@ def _optimus(planner: Planner, microbatches: int | None) -> Iterator[Candidate]:
         held = estimates.held(ENCODER, encoder) + estimates.bytes(LANGUAGE_MODEL, llm, count)
         if llm.pp % encoder.pp == 0 and llm.tp % encoder.tp == 0 and held <= estimates.memory:
             layouts = {ENCODER: encoder.layout(range(ranks)), LANGUAGE_MODEL: llm.layout(range(ranks))}
+            again = _recompute(planner, {LANGUAGE_MODEL: llm})
             for fill in ("coarse", "fine") if llm.pp > 1 else ("none",):
-                yield Candidate(layouts, count, "1f1b", reshard_after_forward="never", fill=fill)
+                yield Candidate(layouts, count, "1f1b", again, reshard_after_forward="never", fill=fill)
 
 
 def _cornstarch(planner: Planner, microbatches: int | None) -> Iterator[Candidate]:
@@ -104,21 +109,40 @@ def _cornstarch(planner: Planner, microbatches: int | None) -> Iterator[Candidat
         work, most = estimates.work(ENCODER, llm.tp).total, shape.modules[ENCODER].blocks
         shares = {pp: estimates.slowest_share(ENCODER, llm.tp, pp) for pp in range(1, most + 1)}
         stages = next((pp for pp, share in shares.items() if work * share <= stage), most)
-        encoder, count = llm._replace(pp=stages), microbatches or _samples(planner) // llm.dp
-        ways = {ENCODER: encoder, LANGUAGE_MODEL: llm}
-        fits = all(estimates.bytes(m, w, count) <= estimates.memory for m, w in ways.items() if count)
-        if count >= 1 and fits and llm.ranks + encoder.ranks <= ranks:
+        count = microbatches or _samples(planner) // llm.dp
+        encoder, fit = (
+            _fitting(planner, name, way, count)
+            for name, way in ((ENCODER, llm._replace(pp=stages)), (LANGUAGE_MODEL, llm))
+        )
+        if encoder and fit and fit.ranks + encoder.ranks <= ranks:
             slowest = max(stage, work * shares[stages]) / (llm.dp * count)
-            candidates.append((slowest * (count + llm.pp + stages - 1), _apart(encoder, llm, count)))
+            candidates.append((slowest * (count + llm.pp + stages - 1), _apart(planner, encoder, fit, count)))
     for _, candidate in sorted(candidates, key=lambda pair: pair[0]):
         yield candidate
 
 
-def _apart(encoder: Degrees, llm: Degrees, microbatches: int) -> Candidate:
+def _fitting(planner: Planner, name: str, degrees: Degrees, microbatches: int) -> Degrees | None:
+    """Return the degrees, recomputed where the module does not fit otherwise; None: there is no way to."""
+    estimates = planner.estimates
+    for way in (degrees, degrees._replace(recomputed=1)) if microbatches >= 1 else ():
+        allowed = estimates.given.allows(name, way.tp, way.recomputed)
+        if allowed and estimates.bytes(name, way, microbatches) <= estimates.memory:
+            return way
+    return None
+
+
+def _recompute(planner: Planner, ways: Mapping[str, Degrees]) -> dict[str, Recompute]:
+    """Return how modules recompute that do."""
+    again = {name: planner.estimates.given.recomputed(name, way.recomputed) for name, way in ways.items()}
+    return {name: how for name, how in again.items() if how is not None}
+
+
+def _apart(planner: Planner, encoder: Degrees, llm: Degrees, microbatches: int) -> Candidate:
     """On ranks of their own, the encoder's first."""
     end = encoder.ranks
     layouts = {ENCODER: encoder.layout(range(end)), LANGUAGE_MODEL: llm.layout(range(end, end + llm.ranks))}
-    return Candidate(layouts, microbatches, "1f1b", reshard_after_forward="never", fill="none")
+    again = _recompute(planner, {ENCODER: encoder, LANGUAGE_MODEL: llm})
+    return Candidate(layouts, microbatches, "1f1b", again, reshard_after_forward="never", fill="none")
 
 
 def _sizes(planner: Planner, last: int) -> list[int]:
