@@ -14,8 +14,9 @@ is a range, against its nearer end, also inside of it.
               and of 65, 40 or 15, as drawn. Megatron-LM: tp 8 (4 and 2 where heads do not divide), pipelines of 2, 4
               and 10 ranks whose first one has both encoders, the language model's blocks dealt out evenly; global
               batches of 5120, 5120 and 2560 samples. Its microbatches are not printed: two for each pipeline rank,
-              alike for all models, after a first look: with one the three come out at 0.80, within the range and at
-              1.05 of it, with four within it, at 1.12 and at 1.93. MFU counts three forwards and no padding.
+              alike for all models, after a first look: with one the three came out at 0.80, within the range and at
+              1.05 of it, with four within it, at 1.12 and at 1.93 (before narrow matmuls lost anything). MFU counts
+              three forwards and no padding.
 
 NVIDIA's heterogeneous parallelism (+49.3% where colocated, +13.0% where not) is in ``benchmarks.heterogeneous_gain``,
 with models and clusters of ours: its own are not in the abstract, which is all that was at hand.
