@@ -53,10 +53,10 @@ class Run:
         setting = Setting("run", LAYOUTS, vision=size, audio=size, llm=(width, layers), samples=4, microbatches=2)
         made = assembled(setting, rank)
         made.executor.run(setting.batch(0, rank), train=True)
-        owned = dict.fromkeys(p for stage in made.executor.stages.values() for p in stage.parameters())
+        parameters = [p for module in made.executor.modules.values() for p in module.parameters()]
         self.path = path
         self.state: TrainingState = made.state
-        self.optimizer = torch.optim.AdamW(owned, lr=1e-3, foreach=False)
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
         self.optimizer.step()
         self.state.save(
             {

@@ -36,7 +36,7 @@ class RunsOut(L.Callback):
             list(stage.blocks().values())[-1].register_forward_hook(self.forward)
 
     def forward(self, *_: Any) -> None:
-        self.forwards += 1
+        self.forwards += torch.is_grad_enabled()  # before the first step, too, blocks run, on two units
         if self.forwards == STEP * MICROBATCHES + MICROBATCH + 1:
             self.since = time.monotonic()
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
