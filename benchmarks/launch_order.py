@@ -348,19 +348,22 @@ def most(traces: Mapping[int, Sequence[Kernel]], messages: int, rounds: int, *, 
 
 
 def swapped(traces: Mapping[int, Sequence[Kernel]]) -> dict[int, Sequence[Kernel]]:
-    """Let the first rank that can exchange two collectives of different groups that follow each other."""
-    made = dict(traces)
+    """Let one rank exchange two collectives that follow each other and that another rank takes part in, too."""
+    present: dict[Meeting, set[int]] = {}
+    for rank, kernels in traces.items():
+        for meeting in (meeting for kernel in kernels for meeting in kernel.meets):
+            present.setdefault(meeting, set()).add(rank)
     for rank, kernels in traces.items():
         collectives = [n for n, k in enumerate(kernels) if k.communicator and not k.is_message]
         for one, other in pairwise(collectives):
             first, second = kernels[one], kernels[other]
-            if first.communicator != second.communicator and one not in second.after:
+            both = present[first.meets[0]] & present[second.meets[0]]
+            if first.communicator != second.communicator and one not in second.after and len(both) > 1:
                 changed = list(kernels)
                 changed[one] = second._replace(after=first.after)
                 changed[other] = first._replace(after=second.after)
-                made[rank] = changed
-                return made
-    return made
+                return {**traces, rank: changed}
+    raise ValueError("no rank has two such collectives")
 
 
 def layouts(ranks: int) -> dict[str, dict[str, ModuleLayout]]:

@@ -200,7 +200,8 @@ def test_what_is_loaded_takes_the_place_of_what_an_optimizer_had(tmp_path: Path)
     first.requires_grad_()
     _train(module, other)
     assert first in other.state
-    state.load(path, [other])
+    loaded = state.load(path, [other])
+    state.load_optimizers([other], loaded["optimizer_states"], str(path))
     assert other.state.keys() == {*module.parameters()} - {first}
     (group,) = other.param_groups
     assert group["lr"] == 0.1 and group["foreach"] is True
