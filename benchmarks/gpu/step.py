@@ -327,7 +327,8 @@ def _compared(size: Size, device: torch.device, *, alone: bool) -> Iterator[Line
         for whose in _peers(peer, how):
             if not alone:
                 _same_work(losses[how], losses[f"{whose}, {how}"])
-            yield from lines_of(how, made[how], made[f"{whose}, {how}"], whose, goal, work, device)
+            label = how if whose == peer else f"{how}, beside FSDP2"
+            yield from lines_of(label, made[how], made[f"{whose}, {how}"], whose, goal, work, device)
     for whose, names in (("ours", ways), (peer, [f"{peer}, {how}" for how in ways])):
         eager, compiled = (work.tokens / statistics.median(v.seconds for v in made[name]) for name in names)
         yield Line(f"compiled blocks of {whose}: tokens per second", compiled, "1/s", "eager ones", eager)
