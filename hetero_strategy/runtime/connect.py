@@ -8,7 +8,7 @@ groups in one order.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
@@ -111,15 +111,31 @@ def message_buffers(graph: StageGraph, world_size: int, ranks_per_node: int = 8)
     for number in sorted({*graph.firsts}):
         alike = [meetings_of(graph, n) for n, first in enumerate(graph.firsts) if first == graph.firsts[number]]
         for back, hops in channel_sets(graph, number).items():
-            for hop, ranks in ((hop, ranks) for hop, sets in enumerate(hops) for ranks in sets):
-                channels = _channels_per_peer(len(ranks), one_node=len({r // ranks_per_node for r in ranks}) == 1)
-                for rank in ranks:
-                    ways = [way[back][hop] for way in alike]
-                    to, of = (set().union(*(x.peers(rank) for x in each)) for each in (ways, [w.back for w in ways]))
-                    near = [[r for r in each if r // ranks_per_node == rank // ranks_per_node] for each in (to, of)]
-                    bytes_[rank] += channels * (len(near[0]) * SENDING + len(near[1]) * RECEIVING)
-                    bytes_[rank] += BETWEEN_NODES * (len(near[0]) < len(to) or len(near[1]) < len(of))
+            for hop, sets in enumerate(hops):
+                ways = [way[back][hop] for way in alike]
+                (to, far), (of, beyond) = (_near(each, ranks_per_node) for each in (ways, [w.back for w in ways]))
+                for ranks in sets:
+                    channels = _channels_per_peer(len(ranks), one_node=len({r // ranks_per_node for r in ranks}) == 1)
+                    for rank in ranks:
+                        bytes_[rank] += channels * (len(to[rank]) * SENDING + len(of[rank]) * RECEIVING)
+                        bytes_[rank] += BETWEEN_NODES * (rank in far or rank in beyond)
     return bytes_
+
+
+def _near(ways: Iterable[Meetings], ranks_per_node: int) -> tuple[dict[int, set[int]], set[int]]:
+    """Return the other ranks of its node to which each rank may send, and the ranks that may send to other nodes."""
+    near, far = defaultdict[int, set[int]](set), set[int]()
+    for way in ways:
+        for sources, targets in zip(way.sources.tolist(), way.targets.tolist(), strict=True):
+            nodes: dict[int, set[int]] = {}
+            for rank in targets:
+                nodes.setdefault(rank // ranks_per_node, set()).add(rank)
+            for rank in sources:
+                own = nodes.get(rank // ranks_per_node, set())
+                near[rank] |= own - {rank}
+                if len(nodes) > bool(own):
+                    far.add(rank)
+    return near, far
 
 
 def _channels_per_peer(ranks: int, *, one_node: bool) -> int:
