@@ -1,1 +1,1 @@
-"""Who computes what: balancing, packing, reordering, and the step plan they come to."""
+"""Plans of steps: who computes what, by balancing, packing and reordering."""

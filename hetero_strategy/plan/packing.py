@@ -1,4 +1,4 @@
-"""In which microbatch a sample is, and with which microbatch an item is computed. Pure.
+"""Packing: which microbatch each sample is in, and with which microbatch each item is computed. Pure.
 
 Samples are packed by cost, not by length alone, so that attention's quadratic part counts. A microbatch is what all
 instances of the first language model compute at a time.
@@ -13,7 +13,6 @@ from functools import lru_cache, partial
 
 import numpy as np
 from jaxtyping import Float64, Int64
-from scipy.optimize import linear_sum_assignment
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
@@ -22,13 +21,13 @@ from hetero_strategy.plan.balance import Cost, OverLimit, balance, loads
 LEVEL_WITHIN = 1.01
 """Most that the language model's time may grow so that microbatches are level for the other modules too."""
 
-HELD = range(1, 9)
-"""Numbers of samples for which it is looked at how many are so long that no more fit into a budget."""
+FULL_BINS = range(1, 9)
+"""Numbers of samples in a bin for which the samples are counted that are so long that no more fit into a budget."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Samples in their microbatches."""
+    """The microbatch and the instance of each sample."""
 
     microbatch: Int64[np.ndarray, "samples"]
     """Microbatch of each sample."""
@@ -38,11 +37,7 @@ class Packed:
     """Number of microbatches."""
 
     def reordered(self, order: Int64[np.ndarray, "microbatches"]) -> Packed:
-        """Renumber the microbatches so that ``order[k]`` becomes number ``k``.
-
-        Raises:
-            ValueError: ``order`` is no permutation of the microbatches.
-        """
+        """Renumber the microbatches so that ``order[k]`` becomes number ``k``."""
         if not np.array_equal(np.sort(order), np.arange(self.count)):
             raise ValueError(f"{order.tolist()} is no order of {self.count} microbatches")
         return replace(self, microbatch=np.argsort(order)[self.microbatch])
@@ -63,35 +58,30 @@ def pack(
     *,
     module: str,
     policy: str | None = "auto",
-    speeds: Float64[np.ndarray, "instances"] | None = None,
     budget: int | None = None,
-    beside: Float64[np.ndarray, "samples"] | None = None,
+    other_costs: Float64[np.ndarray, "samples"] | None = None,
 ) -> Packed:
     """Pack samples into microbatches and instances of a language model.
 
-    All bins (a microbatch and an instance) are balanced at once, so that samples move to wherever in the step there is
-    room. Bins of nearly equal cost are then joined to microbatches that cost the other modules nearly equal work; where
+    All bins (a microbatch and an instance) are balanced at once, so that samples move to any place in the step with
+    room. Bins of nearly equal cost are then joined to microbatches that cost the other modules nearly equal work; if
     bins are too unequal for that, each microbatch gets bins as equal as possible.
 
     Args:
-        microbatches: number of microbatches, or more where these cannot keep the budget; None: as few as can.
-        instances, cost, module: of the language model; its name is for messages.
+        microbatches: number of microbatches, or more if these cannot keep the budget; None: as few as can.
+        instances: number of the language model's instances.
+        cost: cost of the language model.
+        module: name of the language model, for messages.
         policy: policy of :func:`hetero_strategy.plan.balance.balance`; None: samples are dealt in turn.
-        speeds: relative speeds of the instances; None: equal.
         budget: most tokens of an instance in a microbatch; None: any number.
-        beside: what each sample costs other modules; None: nothing.
-
-    Raises:
-        ConfigError: a sample is more than the budget, or nothing says how many microbatches there are.
+        other_costs: cost of each sample in other modules; None: nothing.
     """
     if budget is not None and len(tokens) and int(tokens.max()) > budget:
         raise ConfigError(
             f"a sample has {int(tokens.max())} tokens, more than the budget of {budget} of '{module}' for an instance"
             f" and microbatch; raise the budget to at least {int(tokens.max())}, or leave longer samples out"
         )
-    into = partial(
-        _into, tokens, instances, cost, module=module, policy=policy, speeds=speeds, beside=beside, budget=budget
-    )
+    into = partial(_into, tokens, instances, cost, module=module, policy=policy, other_costs=other_costs, budget=budget)
     if budget is not None:
         return _fewest(into, tokens, instances, budget, microbatches or 1)
     if microbatches is None:
@@ -105,8 +95,8 @@ def pack(
 def _fewest(into: Callable[[int], Packed], tokens: np.ndarray, instances: int, budget: int, least: int) -> Packed:
     """Pack into as few microbatches as the budget allows, at least so many; ``into`` packs into a number of them."""
     bins = -(-int(tokens.sum()) // budget)
-    for held in HELD:  # of samples of which more do not fit into a bin
-        bins = max(bins, -(-int(((held + 1) * tokens > budget).sum()) // held))
+    for most in FULL_BINS:  # bound from samples of which more do not fit into a bin
+        bins = max(bins, -(-int(((most + 1) * tokens > budget).sum()) // most))
     first = max(least, -(-bins // instances))
     for count in range(first, max(first, len(tokens)) + 1):
         with suppress(OverLimit):  # whole samples leave gaps: one microbatch more
@@ -122,40 +112,38 @@ def _into(
     *,
     module: str,
     policy: str | None,
-    speeds: np.ndarray | None,
-    beside: np.ndarray | None,
+    other_costs: np.ndarray | None,
     budget: int | None,
 ) -> Packed:
-    """As :func:`pack`, into this number of microbatches; raise OverLimit where they do not keep the budget."""
+    """Pack into this number of microbatches; raise OverLimit if they do not keep the budget. See :func:`pack`."""
     if policy is None:
         dealt = deal(len(tokens), instances, microbatches)
         most = int(np.bincount(dealt.microbatch * instances + dealt.instance, weights=tokens, minlength=1).max())
         if budget is not None and most > budget:
             raise OverLimit(f"as sampled, an instance of '{module}' has {most} tokens in a microbatch, not {budget}")
         return dealt
-    bins, pace = instances * microbatches, None if speeds is None else np.tile(speeds, microbatches)
+    bins = instances * microbatches
     try:
-        bin_of = balance(tokens, bins, cost, policy=policy, speeds=pace, limit=budget)
+        bin_of = balance(tokens, bins, cost, policy=policy, limit=budget)
     except ConfigError as error:
         raise type(error)(f"'{module}', {microbatches} microbatches x {instances} instances: {error}") from None
     if microbatches == 1:
         return Packed(np.zeros(len(tokens), dtype=np.int64), bin_of, 1)
     load = loads(tokens, bin_of, bins, cost)
-    if speeds is not None:  # a bin is made for its instance
-        number = np.argsort(np.argsort(load.reshape(microbatches, instances), axis=0, kind="stable"), axis=0).ravel()
-        return Packed(number[bin_of], bin_of % instances, microbatches)
-    others = np.zeros(bins) if beside is None else np.bincount(bin_of, weights=beside, minlength=bins)
+    others = np.zeros(bins) if other_costs is None else np.bincount(bin_of, weights=other_costs, minlength=bins)
     number, instance = _together(load, others, instances, microbatches)
     return Packed(number[bin_of], instance[bin_of], microbatches)
 
 
-def _together(load: np.ndarray, beside: np.ndarray, instances: int, microbatches: int) -> tuple[np.ndarray, np.ndarray]:
-    """Join bins to microbatches, ``instances`` in each: the microbatch and the instance of each bin."""
+def _together(
+    load: np.ndarray, other_costs: np.ndarray, instances: int, microbatches: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Join bins to microbatches, ``instances`` in each; return the microbatch and the instance of each bin."""
     ranked = np.argsort(-load, kind="stable")
     number = np.empty(len(load), dtype=np.int64)
     number[ranked] = np.arange(len(load)) // instances
     time = np.maximum.reduceat(load[ranked], np.arange(0, len(load), instances)).sum()
-    level = levelled(beside, instances, microbatches)
+    level = levelled(other_costs, instances, microbatches)
     slowest = np.zeros(microbatches)
     np.maximum.at(slowest, level, load)
     if slowest.sum() <= LEVEL_WITHIN * time:
@@ -165,47 +153,18 @@ def _together(load: np.ndarray, beside: np.ndarray, instances: int, microbatches
     return number, instance
 
 
-def levelled(beside: Float64[np.ndarray, "bins"], instances: int, microbatches: int) -> Int64[np.ndarray, "bins"]:
+def levelled(other_costs: Float64[np.ndarray, "bins"], instances: int, microbatches: int) -> Int64[np.ndarray, "bins"]:
     """Find the microbatch of each of ``instances * microbatches`` bins, so that microbatches cost nearly equal work.
 
     The next largest bins go to the microbatches with the least cost so far, one to each.
     """
-    ranked = np.argsort(-beside, kind="stable").reshape(instances, microbatches)
-    total, number = np.zeros(microbatches), np.empty(len(beside), dtype=np.int64)
+    ranked = np.argsort(-other_costs, kind="stable").reshape(instances, microbatches)
+    total, number = np.zeros(microbatches), np.empty(len(other_costs), dtype=np.int64)
     for bins in ranked:
         poorest = np.argsort(total, kind="stable")
         number[bins] = poorest
-        total[poorest] += beside[bins]
+        total[poorest] += other_costs[bins]
     return number
-
-
-def level_islands(
-    work: Float64[np.ndarray, "modules microbatches instances"], seats: Int64[np.ndarray, "islands seats"]
-) -> Int64[np.ndarray, "microbatches instances"]:
-    """Find places for what was packed for each instance, so that all islands have nearly equal work.
-
-    In each microbatch the next heaviest go to the islands, one to each, heavy ones to where there is little: such that
-    the products of what islands have and what they get, summed over modules, are least.
-
-    Args:
-        work: what other modules have to do for what each instance got.
-        seats: the instances in each island.
-
-    Returns:
-        The instance that gets it.
-    """
-    islands, rounds = seats.shape
-    place = np.empty(work.shape[1:], dtype=np.int64)
-    means = work.mean(axis=(1, 2), keepdims=True)
-    work = work / np.where(means > 0, means, 1.0)
-    for microbatch, own in enumerate(place):
-        each = work[:, microbatch]
-        so_far = np.zeros((islands, len(work)))
-        for seat, bins in enumerate(np.argsort(-each.sum(axis=0), kind="stable").reshape(rounds, islands)):
-            island, chosen = linear_sum_assignment(so_far @ each[:, bins])
-            own[bins[chosen]] = seats[island, seat]
-            so_far[island] += each[:, bins[chosen]].T
-    return place
 
 
 def regroup(
@@ -255,6 +214,6 @@ def pieces(
 
 
 def _piece(costs: np.ndarray, count: int) -> np.ndarray:
-    """Cut the running sum of costs into ``count`` equal pieces: the piece in which the middle of each unit lies."""
+    """Cut the running sum of costs into ``count`` equal pieces; return the piece that holds the middle of each unit."""
     total = max(float(costs.sum()), np.finfo(np.float64).tiny)
     return np.minimum(((np.cumsum(costs) - costs / 2) * count / total).astype(np.int64), count - 1)

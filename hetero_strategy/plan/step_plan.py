@@ -1,13 +1,11 @@
-"""The step plan: for one global batch, who computes what in which microbatch, hence every shape and every route.
+"""The step plan of one global batch: units of every instance and microbatch, hence every shape and every route.
 
-A plan follows from the batch's metadata and the layouts alone, so it is the same on every rank. Nothing here looks at a
-payload.
+A plan follows from the batch's metadata and the layouts alone, so it is equal on every rank. No payload is read.
 """
 
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -20,7 +18,7 @@ from hetero_strategy import ragged
 
 @dataclass(frozen=True)
 class UnitRuns:
-    """Runs of rows that cross one edge in a global batch."""
+    """The runs of rows that cross one edge in a global batch."""
 
     source: Int64[np.ndarray, "runs"]
     """Unit of the source module: a sample, or an item in :attr:`StepMetadata.items`."""
@@ -35,13 +33,13 @@ class UnitRuns:
 
 @dataclass(frozen=True)
 class StepItems:
-    """Items of one module that is not samplewise, by sample, then by position in it."""
+    """The items of one module that is not samplewise, by sample, then by position in it."""
 
     sample: Int64[np.ndarray, "items"]
     """The item's sample, counted in the step from 0."""
     edge_rows: Int64[np.ndarray, "items"]
-    """Rows that cross the module's edges: those that an encoder makes of the item or a generator is given for it; as
-    its kind says where that has units of its own."""
+    """Rows that cross the module's edges: rows that an encoder makes of the item or a generator receives for it. A kind
+    with its own units defines them."""
     start: Int64[np.ndarray, "items"]
     """Position of the first of these rows in its sample's token sequence."""
     inner_rows: Int64[np.ndarray, "items"]
@@ -49,13 +47,13 @@ class StepItems:
     targets: Int64[np.ndarray, "items"] | None = None
     """Elements of the item that the module's loss counts (a generator's pixels); None: it has no loss."""
     given: Mapping[str, UnitRuns] | None = None
-    """Source module -> the rows that it gives to the items. None: where an edge joins the module with a samplewise one,
-    an item's edge rows are those of its sample from ``start`` on."""
+    """Source module -> its rows for the items. None: between this and a samplewise module, an item's edge rows are its
+    sample's rows from ``start`` on."""
 
 
 @dataclass(frozen=True)
 class StepMetadata:
-    """What is known of a global batch before any payload is read."""
+    """The facts of a global batch that are known before any payload is read."""
 
     epoch: int
     step: int
@@ -70,11 +68,11 @@ class StepMetadata:
     """Module that is not samplewise -> its items."""
 
     def sample_of(self, module: str) -> Int64[np.ndarray, "units"]:
-        """Sample of each of the module's units."""
+        """Return the sample of each of the module's units."""
         return self.items[module].sample if module in self.items else np.arange(len(self.samples))
 
     def runs(self, source: str, target: str) -> UnitRuns:
-        """Rows of each unit of ``source`` that cross the edge to ``target``."""
+        """Return the rows of each unit of ``source`` that cross the edge to ``target``."""
         into = self.items.get(target)
         if into is not None and into.given is not None:
             return into.given[source]
@@ -87,7 +85,7 @@ class StepMetadata:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What every instance of one module computes in one of the module's microbatches."""
+    """The units that every instance of one module computes in one of the module's microbatches."""
 
     units: Int64[np.ndarray, "units"]
     """Item numbers in :attr:`StepMetadata.items`, or sample numbers for a language model."""
@@ -98,42 +96,42 @@ class Assignment:
     offsets: Int64[np.ndarray, "bounds"]
     """Instance ``i`` computes ``units[offsets[i]:offsets[i + 1]]``, in that order."""
     padding: Int64[np.ndarray, "instances=bounds-1"]
-    """Alignment rows appended where tensor- or context-parallel ranks share an instance's rows."""
+    """Alignment rows appended if tensor- or context-parallel ranks share an instance's rows."""
     first: int
     last: int
     """First and last of the step's microbatches that the units' samples are in."""
 
     @property
     def idle(self) -> bool:
-        """Whether no instance has a unit, so that the whole module skips the microbatch."""
+        """Tell whether no instance has a unit, so that the whole module skips the microbatch."""
         return len(self.units) == 0
 
     def of(self, instance: int) -> Int64[np.ndarray, "units"]:
-        """Units of one instance, in the order in which it computes them."""
+        """Return the units of one instance, in the order in which it computes them."""
         return self.units[self.offsets[instance] : self.offsets[instance + 1]]
 
     def edge_rows_of(self, instance: int) -> Int64[np.ndarray, "units"]:
-        """Rows that cross edges of each unit of one instance."""
+        """Return the rows of each unit of one instance that cross edges."""
         return self.edge_rows[self.offsets[instance] : self.offsets[instance + 1]]
 
     def inner_rows_of(self, instance: int) -> Int64[np.ndarray, "units"]:
-        """Rows inside the module of each unit of one instance; alignment rows count as a last unit."""
+        """Return the rows inside the module of each unit of one instance; alignment rows count as a last unit."""
         inner_rows = self.inner_rows[self.offsets[instance] : self.offsets[instance + 1]]
         padding = self.padding[instance]
         return np.append(inner_rows, padding) if padding else inner_rows
 
     def instance(self) -> Int64[np.ndarray, "units"]:
-        """Instance of each unit."""
+        """Return the instance of each unit."""
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
 
     def totals(self, *, inner: bool = False) -> Int64[np.ndarray, "instances"]:
-        """Rows of each instance, alignment included."""
+        """Sum the rows of each instance, alignment included."""
         return np.diff(ragged.offsets(self.inner_rows if inner else self.edge_rows)[self.offsets]) + self.padding
 
 
 @dataclass(frozen=True)
 class ModuleLoad:
-    """Costs of a step for the instances of one module, in the unit of the module's cost."""
+    """The costs of a step for the instances of one module, in the unit of the module's cost."""
 
     before: Float64[np.ndarray, "step_microbatches instances"]
     """Costs as sampled: samples dealt in turn to microbatches and instances, items with their samples."""
@@ -142,51 +140,47 @@ class ModuleLoad:
 
     @staticmethod
     def imbalance(loads: Float64[np.ndarray, "microbatches instances"]) -> float:
-        """Divide the time of every microbatch's slowest instance by the mean of all instances; 1: nobody waits."""
+        """Divide the time of every microbatch's slowest instance by the mean of all instances; 1: no instance waits."""
         mean = float(loads.mean(axis=1).sum())
         return float(loads.max(axis=1).sum()) / mean if mean else 1.0
 
 
 @dataclass(frozen=True)
 class UnitPlaces:
-    """Where each unit of one module is computed."""
+    """The place where each unit of one module is computed."""
 
     microbatch: Int64[np.ndarray, "units"]
-    """Of the module."""
+    """Microbatch of the module in which the unit is computed."""
     instance: Int64[np.ndarray, "units"]
     edge_start: Int64[np.ndarray, "units"]
     """First row of the unit among its instance's rows that cross edges."""
     inner_start: Int64[np.ndarray, "units"]
-    """The same among the rows inside the module."""
+    """First row of the unit among its instance's rows inside the module."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Who computes what for one global batch."""
+    """A plan of the units that every instance computes for one global batch."""
 
     metadata: StepMetadata
     microbatches: int
     """Number of groups of samples, each of which a language model computes at a time."""
     assignments: Mapping[str, tuple[Assignment, ...]]
-    """Module -> its microbatches. A module of items may have fewer or more of them than the step."""
+    """Module -> its microbatches. A module of items may have fewer or more microbatches than the step."""
     loads: Mapping[str, ModuleLoad] = field(default_factory=dict)
-    """Module -> costs of the step, where they are known; schedules are made with them."""
-    held: frozenset[str] = frozenset()
-    """Modules whose first stage did its work of this step in the step before, see :mod:`hetero_strategy.plan.ahead`."""
-    following: int = 0
-    """The :attr:`batch` of the next step, for which modules run ahead."""
+    """Module -> costs of the step, if known; schedules are made with them."""
 
     @property
     def loss_tokens(self) -> int:
-        """Loss tokens of the global batch, over all microbatches and instances."""
+        """Sum the loss tokens of the global batch, over all microbatches and instances."""
         return int(self.metadata.labels.sum())
 
     def normalizer(self, module: str) -> int:
-        """What one module's loss is divided by: loss tokens or a generator's target elements, at least 1."""
+        """Return the divisor of one module's loss: its loss tokens or a generator's target elements, at least 1."""
         return max(1, self.counted(module))
 
     def counted(self, module: str) -> int:
-        """What one module's loss counts: loss tokens or a generator's target elements."""
+        """Count the elements that one module's loss sums over: loss tokens or a generator's target elements."""
         items = self.metadata.items.get(module)
         if items is None:
             return self.loss_tokens
@@ -194,17 +188,12 @@ class StepPlan:
 
     @property
     def samples(self) -> Int64[np.ndarray, "samples"]:
-        """Data set index of each sample."""
+        """Return the data set index of each sample."""
         return self.metadata.samples
 
     @cached_property
-    def batch(self) -> int:
-        """Tells global batches of other samples apart, 32 bits."""
-        return zlib.crc32(self.samples.tobytes())
-
-    @cached_property
     def digest(self) -> int:
-        """Hash of 64 bits over who computes what, every size and every cost; equal plans have equal ones."""
+        """Hash the units of every instance, every size and every cost, 64 bits; equal plans have equal digests."""
         digest = hashlib.blake2b(self.samples.tobytes(), digest_size=8)
         for module in sorted(self.assignments):
             for a in self.assignments[module]:
@@ -213,31 +202,26 @@ class StepPlan:
         for module in sorted(self.loads):
             digest.update(self.loads[module].after.tobytes())
         digest.update(self.metadata.labels.tobytes())
-        digest.update(" ".join(sorted(self.held)).encode())
         return int.from_bytes(digest.digest())
 
-    def holds(self, module: str, stage: int) -> bool:
-        """Whether a stage has its rows from the step before and computes nothing."""
-        return stage == 0 and module in self.held
-
     def active(self, module: str) -> list[int]:
-        """Numbers of the module's microbatches in which any instance has a unit."""
+        """List the numbers of the module's microbatches in which any instance has a unit."""
         return [i for i, assignment in enumerate(self.assignments[module]) if not assignment.idle]
 
     def alike(self, module: str) -> bool:
-        """Whether the module has several units in the step, all with the same rows inside it."""
+        """Tell whether the module has several units in the step, all with the same number of rows inside it."""
         rows = np.concatenate([assignment.inner_rows for assignment in self.assignments[module]])
         return len(rows) > 1 and bool((rows == rows[0]).all())
 
     def feeds(self, source: str, target: str) -> list[tuple[int, int]]:
-        """Pairs of a source and a target microbatch between which rows flow, ascending."""
+        """List the pairs of a source and a target microbatch between which rows flow, ascending."""
         runs, targets = self.metadata.runs(source, target), len(self.assignments[target])
         from_ = self.places(source).microbatch[runs.source]
         numbers = np.flatnonzero(np.bincount(from_ * targets + self.places(target).microbatch[runs.target]))
         return [(int(p), int(t)) for p, t in zip(*np.divmod(numbers, targets), strict=True)]
 
     def places(self, module: str) -> UnitPlaces:
-        """Where each unit of a module is computed; made once per plan."""
+        """Return the place of each unit of a module; computed once per plan."""
         if module not in self._places:
             self._places[module] = self._placed(module)
         return self._places[module]
@@ -261,17 +245,17 @@ class StepPlan:
 
     @cached_property
     def _runs(self) -> dict[tuple[str, str], EdgeRuns]:
-        """All runs of the edges that :func:`edge_blocks` was asked for."""
+        """Keep the runs of each edge for which :func:`edge_blocks` was called."""
         return {}
 
     def __getstate__(self) -> dict[str, object]:
-        """Without what follows from the rest."""
+        """Leave out fields that follow from the others."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_places", "_runs")}
 
 
 @dataclass(frozen=True)
 class EdgeBlocks:
-    """Runs of rows that cross one edge; between one microbatch of each side by (target instance, target start)."""
+    """The runs of rows that cross one edge; between two microbatches, sorted by (target instance, target start)."""
 
     source_instance: Int64[np.ndarray, "runs"]
     source_start: Int64[np.ndarray, "runs"]
@@ -284,12 +268,12 @@ class EdgeBlocks:
 
 @dataclass(frozen=True)
 class EdgeRuns:
-    """Runs of rows that cross one edge in a step, those of some instances or all.
+    """The runs of rows that cross one edge in a step, from and to some instances or all.
 
     Args:
-        pairs: (source microbatch, target microbatch) pairs between which they flow, ascending by target, then source.
-        bounds: those of pair ``k`` are ``blocks[bounds[k]:bounds[k + 1]]``.
-        blocks: of all pairs.
+        pairs: number of each (source microbatch, target microbatch) pair with runs, ascending by target, then source.
+        bounds: the runs of pair ``k`` are ``blocks[bounds[k]:bounds[k + 1]]``.
+        blocks: runs of all pairs.
     """
 
     pairs: dict[tuple[int, int], int]
@@ -297,10 +281,10 @@ class EdgeRuns:
     blocks: EdgeBlocks
 
     def between(self, source_microbatch: int, target_microbatch: int) -> EdgeBlocks:
-        """Runs between one microbatch of each side."""
+        """Return the runs between one microbatch of each side."""
         k = self.pairs.get((source_microbatch, target_microbatch))
         part = slice(0, 0) if k is None else slice(int(self.bounds[k]), int(self.bounds[k + 1]))
-        return EdgeBlocks(*(getattr(self.blocks, field.name)[part] for field in fields(EdgeBlocks)))
+        return EdgeBlocks(*(getattr(self.blocks, column.name)[part] for column in fields(EdgeBlocks)))
 
 
 Members = tuple[Int64[np.ndarray, "some"] | None, Int64[np.ndarray, "others"] | None]
@@ -314,12 +298,14 @@ def crossing(
     near: tuple[int, int] | None = None,
     members: Members = (None, None),
 ) -> tuple[EdgeBlocks, Int64[np.ndarray, "runs"], Int64[np.ndarray, "runs"]]:
-    """Which rows of ``source`` fill which rows of ``target`` in a step: runs in the order of the metadata, and the
-    microbatch of each run on either side.
+    """Find which rows of ``source`` fill which rows of ``target`` in a step.
 
     Args:
-        near: only runs that leave this instance of the source or enter this one of the target; -1 for none.
-        members: only runs between these, which are numbered by their places here.
+        near: only runs that leave this instance of the source or enter this instance of the target; -1 for none.
+        members: only runs between these instances, which are numbered by their places here.
+
+    Returns:
+        Runs in the order of the metadata, and the microbatch of each run in the source and in the target.
     """
     runs, there, here = plan.metadata.runs(source, target), plan.places(source), plan.places(target)
     source_instance, from_some = places_among(there.instance[runs.source], members[0])
@@ -328,7 +314,7 @@ def crossing(
     if near is not None:
         kept &= (source_instance == near[0]) | (target_instance == near[1])
     if not kept.all():
-        runs = UnitRuns(*(getattr(runs, one.name)[kept] for one in fields(UnitRuns)))
+        runs = UnitRuns(*(getattr(runs, column.name)[kept] for column in fields(UnitRuns)))
         source_instance, target_instance = source_instance[kept], target_instance[kept]
     blocks = EdgeBlocks(
         source_instance,
@@ -351,13 +337,13 @@ def places_among(instance: np.ndarray, some: np.ndarray | None) -> tuple[np.ndar
 def edge_runs(
     plan: StepPlan, source: str, target: str, near: tuple[int, int] | None = None, members: Members = (None, None)
 ) -> EdgeRuns:
-    """The runs of :func:`crossing` by microbatches."""
+    """Sort the runs of :func:`crossing` by microbatches."""
     blocks, p, t = crossing(plan, source, target, near, members)
     order = np.lexsort((blocks.target_start, blocks.target_instance, p, t))
     p, t = p[order], t[order]
     first = np.flatnonzero((np.diff(p, prepend=-1) != 0) | (np.diff(t, prepend=-1) != 0))
     pairs = {pair: k for k, pair in enumerate(zip(p[first].tolist(), t[first].tolist(), strict=True))}
-    blocks = EdgeBlocks(*(getattr(blocks, one.name)[order] for one in fields(EdgeBlocks)))
+    blocks = EdgeBlocks(*(getattr(blocks, column.name)[order] for column in fields(EdgeBlocks)))
     return EdgeRuns(pairs, np.append(first, len(order)), blocks)
 
 
@@ -376,6 +362,6 @@ def edge_blocks(plan: StepPlan, source: str, source_microbatch: int, target: str
 
 
 def slots(blocks: EdgeBlocks, instance: int) -> Int64[np.ndarray, "slots"]:
-    """Rows of a target instance that the edge fills, ascending."""
+    """List the rows of a target instance that the edge fills, ascending."""
     local = blocks.target_instance == instance
     return ragged.expand(blocks.target_start[local], blocks.rows[local])

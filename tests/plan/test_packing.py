@@ -17,7 +17,7 @@ def tried(
     with monkeypatch.context() as counted:
         counted.setattr(packing, "_into", lambda *given, **named: (tries.append(1), into(*given, **named))[1])
         found = packing.pack(
-            tokens, instances, None, COST, module="llm", policy=policy, budget=budget, beside=np.ones(len(tokens))
+            tokens, instances, None, COST, module="llm", policy=policy, budget=budget, other_costs=np.ones(len(tokens))
         )
     return found, len(tries)
 
@@ -33,7 +33,7 @@ def test_the_fewest_microbatches_are_found_as_by_trying_all(
         tokens = rng.integers(low, budget + 1, rng.integers(1, 40))
         found, tries = tried(tokens, instances, budget, monkeypatch, policy)
         with monkeypatch.context() as every:
-            every.setattr(packing, "HELD", ())
+            every.setattr(packing, "FULL_BINS", ())
             expected, all_tries = tried(tokens, instances, budget, monkeypatch, policy)
         assert found.count == expected.count and tries <= all_tries
         assert np.array_equal(found.microbatch, expected.microbatch)

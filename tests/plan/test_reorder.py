@@ -1,4 +1,4 @@
-"""Orders of microbatches: DistTrain's algorithm against a plain transcription, the search against all there are."""
+"""Orders of microbatches: the search against all there are."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan import reorder
-from hetero_strategy.plan.reorder import Intervals, best_order, interval_order
+from hetero_strategy.plan.reorder import best_order, register_reordering
 from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.schedule.build import make_schedule
-from hetero_strategy.simulator.replay import Replay
+from hetero_strategy.simulator.reordering import Replay
 from hetero_strategy.simulator.result import Simulation
 from hetero_strategy.simulator.simulate import simulate
 from tests.schedule.cases import chain, work
@@ -41,85 +42,6 @@ def simulated(forward: np.ndarray, backward: np.ndarray, order: list[int]) -> Si
     return simulate(schedule, costs)
 
 
-def interval(found: Simulation, number: int) -> float:
-    """Between two backwards of the first rank (or its first forward and backward), until the next may start."""
-    first, second = StageId("llm", 0), StageId("llm", 1)
-    since = Action("B", first, number - 1) if number else Action("F", first, 0)
-    return max(0.0, (found.end[Action("B", second, number)] - found.end[since]).item())
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(2, 6), st.integers(1, 12), st.integers(0, 2**32 - 1))
-def test_intervals_are_those_of_the_simulator(ranks: int, count: int, seed: int) -> None:
-    """Whatever follows what is placed: the recurrence says what the first ranks wait for."""
-    forward, backward = drawn(seed, ranks, count)
-    order = np.random.default_rng(seed).permutation(count).tolist()
-    full = simulated(forward, backward, order)
-    placed = Intervals(forward, backward)
-    for size in range(1, count + 1):
-        placed.append(order[size - 1])
-        if size == 1:
-            alone = simulated(forward, backward, order[:1])
-            assert placed.interval() == pytest.approx(interval(alone, 0), rel=1e-12)
-        elif size >= ranks:
-            assert placed.interval() == pytest.approx(interval(full, size - ranks + 1), rel=1e-12, abs=1e-12)
-
-
-def plainly(forward: np.ndarray, backward: np.ndarray) -> list[int]:
-    """Algorithm 3 line by line; GETINTERVAL asks the simulator, everything else searches lists."""
-    p, count = forward.shape
-    size = {m: float((forward[:, m] + backward[:, m]).sum()) for m in range(count)}
-    mb = list(range(count))
-    ret_mb = [min(mb, key=size.__getitem__)]
-    mb.remove(ret_mb[0])
-    rear_mb = sorted(mb, key=size.__getitem__)[: p - 1]
-    for m in rear_mb:
-        mb.remove(m)
-    for i in range(1, count - p + 1):
-        if not mb:
-            break
-        if i == 1:
-            cur_mb: list[int] = []
-            left = interval(simulated(forward, backward, ret_mb), 0)
-            wanted = min(p - 1, len(mb))
-            while len(cur_mb) < wanted:
-                share = left / (wanted - len(cur_mb))
-                near = min((m for m in mb if m not in cur_mb), key=lambda m: abs(forward[0, m] - share))
-                cur_mb.append(near)
-                left -= forward[0, near]
-        else:
-            known = simulated(forward, backward, [*ret_mb, *mb, *rear_mb])  # any rest of the order
-            volume = interval(known, len(ret_mb) - p + 1)
-            cur_mb = [min(mb, key=lambda m: abs(forward[0, m] - volume))]
-        ret_mb += cur_mb
-        for m in cur_mb:
-            mb.remove(m)
-    return ret_mb + rear_mb
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(2, 6), st.integers(1, 14), st.integers(0, 2**32 - 1))
-def test_interval_order_is_algorithm_3(ranks: int, count: int, seed: int) -> None:
-    forward, backward = drawn(seed, ranks, count)
-    assert interval_order(forward, backward).tolist() == plainly(forward, backward)
-
-
-def test_small_microbatches_are_first_and_last() -> None:
-    forward = np.tile([5.0, 1.0, 9.0, 2.0, 7.0, 3.0, 5.4, 6.0], (3, 1))
-    order = interval_order(forward, 2 * forward)
-    assert order[0] == 1 and order[-2:].tolist() == [3, 5]
-    # The first interval is 2 x (1 + 2) = 6: two forwards, the one nearest to 3, then that to the 1 left.
-    assert order[1:3].tolist() == [0, 6]
-
-
-@given(st.integers(1, 5), st.integers(0, 12), st.integers(0, 2**32 - 1))
-def test_interval_order_is_a_permutation(ranks: int, count: int, seed: int) -> None:
-    forward, backward = drawn(seed, ranks, count)
-    forward[:, : count // 2] = 0.0  # skipped, and equal
-    order = interval_order(forward, backward)
-    assert order.dtype == np.int64 and sorted(order.tolist()) == list(range(count))
-
-
 def replayed(forward: np.ndarray, backward: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
     """An evaluator: 1F1B."""
     replay = Replay(make_schedule("1f1b", chain(len(forward)), work(forward.shape[1])))
@@ -129,6 +51,7 @@ def replayed(forward: np.ndarray, backward: np.ndarray) -> Callable[[np.ndarray]
     return lambda orders: replay.of_orders(table, orders)
 
 
+@pytest.mark.full
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**32 - 1))
 def test_of_few_microbatches_the_best_order_is_found(ranks: int, count: int, seed: int) -> None:
@@ -204,5 +127,11 @@ def test_the_search_gains_and_an_evaluator_that_lies_does_not() -> None:
     honest = best_order(times, forward, backward)
     wrong = best_order(lambda orders: -times(orders), forward, backward)
     assert times(honest[None])[0] < 0.95 * planned
-    assert times(honest[None])[0] <= times(interval_order(forward, backward)[None])[0]
     assert times(wrong[None])[0] > planned
+
+
+def test_a_name_of_a_reordering_is_taken_once() -> None:
+    for name in ("search", "none"):
+        with pytest.raises(ConfigError, match=f"reordering '{name}' is known already; choose another name"):
+            register_reordering(name, best_order)
+        assert reorder.SEARCHES[name] is None

@@ -10,11 +10,11 @@ import pytest
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance import POLICIES, Cost, balance, register_policy
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
-from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.plan.plan_step import plan_step
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata
 
 
-def snake(lengths: np.ndarray, bins: int, cost: Cost, speeds: np.ndarray | None) -> np.ndarray:
+def snake(lengths: np.ndarray, bins: int, cost: Cost) -> np.ndarray:
     """Down the bins and up again: 0 1 2 2 1 0 0 1 2 ..."""
     turn, place = np.divmod(np.arange(len(lengths)), bins)
     return np.where(turn % 2, bins - 1 - place, place)

@@ -6,28 +6,26 @@ import heapq
 import math
 
 import numpy as np
-from jaxtyping import Float64, Int64, Num
+from jaxtyping import Int64, Num
 
 from hetero_strategy import ragged
 
 FEW = 32
 """Rounds of fewer items are left to a heap, which is then faster: few bins are behind, and small items fill them."""
 HEAPED = 1024
-"""Items that the heap then deals."""
-SMALL = 16
-"""With unequal speeds an item is small if the mean load is at least this many times its weight."""
+"""Items that the heap deals at a time."""
 ROUNDS = 40
 """Most rounds of exchanges."""
 TRIES = 3
-"""Rounds in a row that may leave the longest time as it is, each with other partners."""
+"""Rounds in a row that may leave the largest load unchanged, each with other partners."""
 WORK = 1 << 18
-"""Pairs of items compared in a round of exchanges; this sets how many items of a bin are looked at."""
+"""Pairs of items compared in a round of exchanges; sets how many items of a bin are compared."""
 ITEMS = (16, 64)
-"""Fewest and most items of a bin that are looked at, whatever the work; one of them is "nothing"."""
+"""Fewest and most items of a bin that are compared, for any work; one of them is "nothing"."""
 
 
 def descending(lengths: Int64[np.ndarray, "items"]) -> Int64[np.ndarray, "items"]:
-    """Items by falling length, ties by item number."""
+    """Sort items by falling length, ties by item number."""
     return ragged.argsort_small(lengths.max(initial=0) - lengths)
 
 
@@ -46,12 +44,17 @@ def whole(weights: Num[np.ndarray, "items"], bins: int) -> Int64[np.ndarray, "it
 def deal(
     weights: Int64[np.ndarray, "items"], bins: int, start: Int64[np.ndarray, "bins"] | None = None
 ) -> tuple[Int64[np.ndarray, "items"], Int64[np.ndarray, "bins"]]:
-    """Give each item, in the order given, to the bin with the least load, ties to the lowest; the loads come second.
+    """Give each item, in order, to the bin with the least load, ties to the lowest; return bins and loads.
 
-    Falling weights make it the longest-processing-time rule (OrchMLLM algorithm 1, at most 4/3 of the optimum), rising
-    ones DistTrain's algorithm 2. With loads L_1 <= L_2 <= ... a heap gives the next items to bins 1, 2, ... in turn for
-    as long as L_j <= L_i + weight_i for all i < j: such a round is dealt at once, then loads are sorted again. Bins
-    ride in the low bits of their loads, which breaks ties and spares an argsort.
+    Falling weights give the longest-processing-time rule (OrchMLLM algorithm 1, at most 4/3 of the optimum), rising
+    weights DistTrain's algorithm 2. With loads L_1 <= L_2 <= ... a heap gives the next items to bins 1, 2, ... in turn
+    for as long as L_j <= L_i + weight_i for all i < j. Such a round is dealt at once, then loads are sorted again. Bin
+    numbers are the low bits of their loads, which breaks ties and avoids an argsort.
+    For example, the first round gives items 0 to 2 to bins 0 to 2, whose loads are then 5, 4 and 3; so the second round
+    begins at bin 2:
+
+    >>> deal(np.array([5, 4, 3, 2, 2]), 3)
+    (array([0, 1, 2, 2, 1]), array([5, 6, 5]))
 
     Args:
         weights: from :func:`whole`; weights of 0 at the end are dealt to the bins in turn.
@@ -85,71 +88,15 @@ def deal(
     return bin_of, loads
 
 
-def deal_by_speed(
-    weights: Int64[np.ndarray, "items"], speeds: Float64[np.ndarray, "bins"]
-) -> Int64[np.ndarray, "items"]:
-    """Give each item, with weights from :func:`whole`, to the bin that would finish it first; bin of each item.
-
-    This is the rule of Gonzalez, Ibarra and Sahni (1977) for bins of unequal speeds. A round takes all its items for as
-    heavy as the first one and ends before an item of less than 0.9 of that, so it is exact where items are equal and
-    nearly exact elsewhere.
-    """
-    n, bins = len(weights), len(speeds)
-    bits = (bins - 1).bit_length()
-    mask = (1 << bits) - 1
-    slow = speeds.max() / speeds
-    # Times are counted in 2^-40 of the longest possible one: all items on the fastest bin and one more on the slowest.
-    unit = 2.0**40 / max(1.0, float(weights.sum()) + float(weights.max(initial=0)) * float(slow.max()))
-    loads = np.zeros(bins)
-    numbers = np.arange(bins, dtype=np.int64)
-    bin_of = np.empty(n, dtype=np.int64)
-    done, end = 0, _weighing(weights)
-    steps = weights.astype(np.float64)
-    while done < end:
-        keys = ((loads + steps[done]) * (slow * unit)).astype(np.int64) << bits
-        keys |= numbers
-        keys.sort()
-        chosen = keys[: min(bins, end - done)] & mask
-        times = (loads[chosen] + steps[done]) * slow[chosen]
-        similar = steps[done : done + len(chosen)]
-        similar = similar[similar >= 0.9 * steps[done]] if similar[0] >= similar[-1] else similar[:1]
-        times = times[: len(similar)]
-        count = _round(times, times + similar * slow[chosen[: len(similar)]])
-        if count < min(FEW, bins, end - done) and SMALL * steps[done] < loads.mean():
-            count = min(HEAPED, end - done)
-            bin_of[done : done + count] = _heaped_by_time(steps[done : done + count], loads, slow)
-        else:
-            bin_of[done : done + count] = chosen[:count]
-            loads[chosen[:count]] += steps[done : done + count]
-        done += count
-    bin_of[end:] = np.resize(numbers, n - end)
-    return bin_of
-
-
 def _heaped(steps: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Deal by the plain algorithm: key of the bin that each item goes to, and the keys afterwards."""
+    """Deal by the plain algorithm; return the key of the bin that each item goes to, and the keys afterwards."""
     heap = keys.tolist()  # sorted, so a heap
     chosen = [heapq.heapreplace(heap, heap[0] + step) for step in steps.tolist()]
     return np.array(chosen, dtype=np.int64), np.array(heap, dtype=np.int64)
 
 
-def _heaped_by_time(steps: np.ndarray, loads: np.ndarray, slow: np.ndarray) -> list[int]:
-    """Give each small item to the bin that is done with its others first, and add it to ``loads``; bin of each item."""
-    paces, held = slow.tolist(), loads.tolist()
-    heap = [(load * pace, number) for number, (load, pace) in enumerate(zip(held, paces, strict=True))]
-    heapq.heapify(heap)
-    chosen = []
-    for step in steps.tolist():
-        number = heap[0][1]
-        held[number] += step
-        heapq.heapreplace(heap, (held[number] * paces[number], number))
-        chosen.append(number)
-    loads[:] = held
-    return chosen
-
-
 def _weighing(weights: np.ndarray) -> int:
-    """Number of items up to the last that weighs anything; a heap would give all later ones to one bin."""
+    """Count the items up to the last that weighs anything; a heap would give all later ones to one bin."""
     if len(weights) and weights[-1] == 0:
         heavy = np.flatnonzero(weights)
         return int(heavy[-1]) + 1 if len(heavy) else 0
@@ -157,7 +104,7 @@ def _weighing(weights: np.ndarray) -> int:
 
 
 def _round(loads: np.ndarray, after: np.ndarray) -> int:
-    """Number of bins, by rising load, that get an item before any of them gets its second."""
+    """Count the bins, by rising load, that get an item before any of them gets its second."""
     (early,) = (loads[1:] > np.minimum.accumulate(after)[:-1]).nonzero()
     return int(early[0]) + 1 if len(early) else len(loads)
 
@@ -165,27 +112,26 @@ def _round(loads: np.ndarray, after: np.ndarray) -> int:
 def exchange(
     weights: Num[np.ndarray, "items"],
     bin_of: Int64[np.ndarray, "items"],
-    speeds: Float64[np.ndarray, "bins"],
+    bins: int,
     target: float,
     group: Int64[np.ndarray, "bins"] | None = None,
 ) -> Int64[np.ndarray, "items"]:
-    """Swap pairs of items, or move single ones, between bins so that the largest ``load / speed`` falls.
+    """Swap pairs of items, or move single ones, between bins so that the largest load falls.
 
-    In a round the bin with the longest time meets the one with the shortest, the second the second, and so on; each
-    pair makes the exchange that brings its two times nearest to each other, if the longer one becomes shorter. The
-    largest time never grows. Rounds end at the target, or where no partner helps the bin with the longest time. Of
-    large bins only items spread evenly over their weights are looked at: their differences are many enough. For
-    example, loads of 9 and 5 become level by an exchange of the items 5 and 3:
+    In a round the bin with the largest load meets the one with the least, the second largest the second least, and so
+    on. Each pair makes the exchange that brings its two loads nearest to each other, if the larger one becomes smaller.
+    The largest load never grows. Rounds end at the target, or when no partner helps the bin with the largest load. Of
+    large bins only items spread evenly over their weights are compared: their differences are many enough. For example,
+    loads of 9 and 5 become level by an exchange of the items 5 and 3:
 
-    >>> exchange(np.array([5, 4, 3, 2]), np.array([0, 0, 1, 1]), np.ones(2), 7.0)
+    >>> exchange(np.array([5, 4, 3, 2]), np.array([0, 0, 1, 1]), 2, 7.0)
     array([1, 0, 0, 1])
 
     Args:
         weights: never rising.
-        target: largest time that is good enough.
+        target: largest load that is good enough.
         group: group of each bin: items stay in their bin's group. None: all bins are one group.
     """
-    bins = len(speeds)
     group = np.zeros(bins, dtype=np.int64) if group is None else group
     sizes = np.bincount(group)
     first, pairs = ragged.starts(sizes), sizes // 2
@@ -199,19 +145,16 @@ def exchange(
     heavy = np.append(weights, 0).astype(np.float64)[table]  # item -1, nothing, weighs nothing
     failed = idle = 0
     for _ in range(ROUNDS):
-        time = load / speeds
-        by_time = np.lexsort((time, group))
-        high = by_time[top - turn]
-        above = time[high] > target
+        by_load = np.lexsort((load, group))
+        high = by_load[top - turn]
+        above = load[high] > target
         if not above.any() or idle == TRIES:
             break
-        high, low = high[above], by_time[bottom + (turn + failed * (1 + count // 7)) % count][above]
-        fast, slow = speeds[high], speeds[low]
-        ideal = (load[high] * slow - load[low] * fast) / (fast + slow)
-        give, take = _nearest(heavy[high], heavy[low], ideal)
+        high, low = high[above], by_load[bottom + (turn + failed * (1 + count // 7)) % count][above]
+        give, take = _nearest(heavy[high], heavy[low], (load[high] - load[low]) / 2)
         moved = heavy[high, give] - heavy[low, take]
-        gain = np.maximum((load[high] - moved) / fast, (load[low] + moved) / slow) < time[high]
-        failed = 0 if gain[time[high].argmax()] else failed + 1
+        gain = np.maximum(load[high] - moved, load[low] + moved) < load[high]
+        failed = 0 if gain[load[high].argmax()] else failed + 1
         idle = 0 if gain.any() else idle + 1
         high, low, give, take, moved = high[gain], low[gain], give[gain], take[gain], moved[gain]
         load[high] -= moved
@@ -224,14 +167,15 @@ def exchange(
 
 
 def _nearest(high: np.ndarray, low: np.ndarray, ideal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Columns, one of ``high`` and one of ``low``, whose difference is nearest to ``ideal``, in each row."""
+    """Find a column of ``high`` and one of ``low`` whose difference is nearest to ``ideal``, in each row."""
     off = (high - ideal[:, None])[:, :, None] - low[:, None, :]
     return np.divmod(np.abs(off, out=off).reshape(len(high), -1).argmin(1), low.shape[1])
 
 
 def _table(weights: np.ndarray, bin_of: np.ndarray, bins: int, columns: int) -> np.ndarray:
-    """Items of each bin that differ in weight, evenly chosen where there are too many, and at least one -1 after them;
-    int64 ``[bins, columns]``.
+    """List items of each bin that differ in weight, with at least one -1 after them, int64 ``[bins, columns]``.
+
+    If a bin has too many of them, items spread evenly over their weights are chosen.
     """
     items = ragged.argsort_small(bin_of)  # items come by falling weight, and a stable sort keeps that within a bin
     owner, heavy = bin_of[items], weights[items]
