@@ -1,7 +1,5 @@
-"""Where modules live: layouts, their placement over a world, groups and meshes."""
+"""Layouts of modules, their placement over a world, process groups and meshes."""
 
-from hetero_strategy.layout.pipeline import Pipeline
-from hetero_strategy.layout.placement import Coordinate, Placement, place
-from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.layout.spec import Coordinate, ModuleLayout, Pipeline, Placement, place
 
 __all__ = ["Coordinate", "ModuleLayout", "Pipeline", "Placement", "place"]

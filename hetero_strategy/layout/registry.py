@@ -1,14 +1,16 @@
-"""All process groups and DeviceMeshes of a run, created on every rank, in one order, once (law 4).
+"""All process groups and DeviceMeshes of a run, created once, on every rank in one order (law 4).
 
 Groups are shared by rank set: two modules on the same ranks, or a mesh axis and a boundary that join the same ranks,
-use one group. A group is a collective of the whole world to create, so nothing outside this file creates one. Where the
-world's communicator of NCCL knows its device, one split of it makes all groups of a batch that have no rank in common.
+use one group. Creating a group is a collective of the whole world, so nothing outside this file creates one. If NCCL's
+world communicator knows its device, one split of it makes all groups of a batch of disjoint rank sets.
+:func:`fake_world` lets one process create the groups of any rank while no other process exists.
 """
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -20,27 +22,24 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from hetero_strategy.layout.placement import Placement
-from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.layout.spec import ModuleLayout, Placement
 
 CONTEXT = 2
-"""Axis of context parallelism in a pipeline slice, ``[dp_replicate, dp_shard, cp, tp]``."""
+"""Index of the context-parallel axis in a pipeline slice, ``[dp_replicate, dp_shard, cp, tp]``."""
 MESSAGE_CTAS = 4
-"""Blocks of threads that a message of NCCL keeps on the GPU, also while it waits for its partner; NCCL_MAX_CTAS goes
-before. Each is a channel of some 20 GB/s and has buffers of its own. By itself NCCL takes up to 32."""
+"""Thread blocks that a message of NCCL keeps on the GPU, also while it waits for its partner; NCCL_MAX_CTAS overrides
+it. Each is a channel of some 20 GB/s with its own buffers. NCCL's default is up to 32."""
 
 
 class GroupRegistry:
-    """Process groups by rank set, and one mesh per module: that of this rank's pipeline slice.
+    """The process groups by rank set, and the mesh of this rank's pipeline slice of each module.
 
     Args:
         placement: resolved layouts; modules are visited in its order on every rank.
-        rank_sets_needed: other rank sets that need a group, in the same order on every rank: the owners of a shared
-            weight.
+        rank_sets_needed: further rank sets that need a group, in the same order on every rank: owners of shared
+            weights.
         device_type: ``"cuda"`` or ``"cpu"``; never guessed.
         timeout: limit of every collective in the groups created here.
-        apart: modules whose collectives run beside those of others: they share no group with these. NCCL runs a
-            group's collectives one after another.
     """
 
     def __init__(
@@ -49,139 +48,123 @@ class GroupRegistry:
         rank_sets_needed: Iterable[Iterable[int]],
         device_type: str,
         timeout: timedelta | None = None,
-        apart: Collection[str] = (),
     ) -> None:
         self.device_type = device_type
         self._timeout, self._placement = timeout, placement
         self._rank = dist.get_rank()
-        self._host = "fake" if dist.get_backend() == "fake" else "gloo"  # in a dry run there is nobody to talk to
+        self._host = "fake" if dist.get_backend() == "fake" else "gloo"  # a dry run has no other processes
         self._channels: list[dist.ProcessGroup | None] = []
         everyone = tuple(range(dist.get_world_size()))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
         self._share(rank_sets(placement, rank_sets_needed))
-        # Each module has an axis of shards in its mesh. Where that is of one rank, nothing travels along it.
+        # Each module has an axis of shards in its mesh. With one shard nothing travels along it.
         if (self._rank,) not in self._groups:
             self._groups[(self._rank,)] = self._alone()
-        those = replace(placement, layouts={name: x for name, x in placement.layouts.items() if name in apart})
-        own = [ranks for ranks in rank_sets(those, ()) if len(ranks) > 1]
-        # Keys are gathered beside parameters, which may be those of the same ranks.
+        # Keys are gathered while parameters of the same ranks may be gathered too.
         contexts = context_sets(placement)
-        self._apart = {(self._rank,): self._groups[self._rank,], **dict(zip(own, self._new(own), strict=True))}
         self._contexts = dict(zip(contexts, self._new(contexts), strict=True))
-        self._meshes = {
-            name: self._mesh(name, layout, self._apart if name in apart else self._groups)
-            for name, layout in placement.layouts.items()
-        }
+        self._meshes = {name: self._mesh(name, layout) for name, layout in placement.layouts.items()}
         with connected_on_demand():
             self.background = dist.new_group(backend=self._host, timeout=timeout)
-            """All ranks on the host, for what runs beside training (checkpoints)."""
+            """All ranks on the host, for work during training (checkpoints)."""
             self.loading = dist.new_group(backend=self._host, timeout=timeout)
             """All ranks on the host, for loading data by one thread per rank."""
 
     def mesh(self, module: str) -> DeviceMesh | None:
         """Return the mesh of this rank's pipeline slice of the module, over ``dp_shard`` and its other axes above 1.
 
-        It is None where this rank is not in the module.
+        It is None if this rank is not in the module.
         """
         return self._meshes[module]
 
     def group(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
-        """Return the group of exactly these ranks; None for one rank alone or where this rank is not a member.
-
-        Raises:
-            KeyError: it was not created at start (groups are never created later).
-        """
+        """Return the group of exactly these ranks; None for one rank alone or if this rank is not a member."""
         key = tuple(sorted(ranks))
         return None if len(key) < 2 else self._groups[key]
 
     def context(self, module: str) -> dist.ProcessGroup | None:
         """Return the group of the ranks that share this rank's sequences of the module by context parallelism."""
         layouts = {module: self._placement.layouts[module]}
-        mine = (ranks for ranks in context_sets(replace(self._placement, layouts=layouts)) if self._rank in ranks)
-        return next((self._contexts[ranks] for ranks in mine), None)
+        lines = (ranks for ranks in context_sets(replace(self._placement, layouts=layouts)) if self._rank in ranks)
+        return next((self._contexts[ranks] for ranks in lines), None)
 
     def channels(self, sets: Sequence[tuple[int, ...]]) -> list[dist.ProcessGroup | None]:
-        """Return a group for each of these rank sets, whose messages wait for no other channel's; None as in
-        :meth:`group`.
+        """Return a group for each rank set, whose messages never wait for other channels; None as in :meth:`group`.
 
-        A collective over the world, at start, to be called in the same order on every rank. NCCL runs a group's
-        messages one after another, so there every channel is a new group. Elsewhere tags tell channels apart, and those
-        of one rank set share a group.
+        This is a collective over the world; call it at start, in the same order on every rank. NCCL runs a group's
+        messages in sequence, so with NCCL every channel is a new group. Otherwise tags distinguish channels, and
+        channels of one rank set share a group.
         """
         if self.device_type != "cuda":
             self._share(sets)
             return [self.group(ranks) for ranks in sets]
-        made = self._new(sets, messages=True)
-        self._channels += made
-        return made
+        groups = self._new(sets, messages=True)
+        self._channels += groups
+        return groups
 
     @property
     def created(self) -> tuple[tuple[int, ...], ...]:
-        """Rank sets of the groups that were created at start, in this order and the same on every rank; without those
-        of one rank alone.
-        """
-        return tuple(ranks for ranks in (*self._groups, *self._contexts, *self._apart) if len(ranks) > 1)
+        """Return the rank sets of groups created at start, in one order on every rank, without ranks alone."""
+        return tuple(ranks for ranks in (*self._groups, *self._contexts) if len(ranks) > 1)
 
     def limit(self, timeout: timedelta) -> None:
-        """From now on a collective of the world or of a module ends after this time. Those on the host stay: what they
-        do beside training, reading and writing files, may take longer than a step.
+        """Limit collectives of the world and of modules to this time. Groups on the host keep theirs: reading and
+        writing files during training may take longer than a step.
         """
-        for group in (*self._groups.values(), *self._contexts.values(), *self._apart.values(), *self._channels):
+        for group in (*self._groups.values(), *self._contexts.values(), *self._channels):
             if group is not None:
                 _set_pg_timeout(timeout, group)
 
     def _share(self, sets: Iterable[tuple[int, ...]]) -> None:
-        """Create the groups of these rank sets that nobody has created before."""
+        """Create the groups of rank sets that have none yet."""
         new = [ranks for ranks in dict.fromkeys(sets) if len(ranks) > 1 and ranks not in self._groups]
         self._groups.update(zip(new, self._new(new), strict=True))
 
     def _new(self, sets: Sequence[tuple[int, ...]], *, messages: bool = False) -> list[dist.ProcessGroup | None]:
-        """Create a group for each of these rank sets, batch by batch; None where this rank is not a member."""
+        """Create a group for each rank set, batch by batch; None if this rank is not a member."""
         groups: list[dist.ProcessGroup | None] = [None] * len(sets)
         splits = _splits()
         for batch in disjoint(sets):
-            mine = next((number for number in batch if self._rank in sets[number]), None)
+            member = next((number for number in batch if self._rank in sets[number]), None)
             if splits:
                 own = self._split([sets[number] for number in batch], messages)
             else:
-                made = [dist.new_group([*sets[number]], timeout=self._timeout) for number in batch]
-                own = None if mine is None else made[batch.index(mine)]
-            if mine is None:
+                groups_of_batch = [dist.new_group([*sets[number]], timeout=self._timeout) for number in batch]
+                own = None if member is None else groups_of_batch[batch.index(member)]
+            if member is None:
                 continue
-            groups[mine] = own
+            groups[member] = own
             if self.device_type == "cuda" and not (splits and messages):
-                # NCCL connects ranks at their first collective; a group that was not split off has no communicator
-                # before, which a first use by sends alone would have to make with every rank.
+                # NCCL connects ranks at their first collective. A group that was not split off has no communicator yet,
+                # and a first use by sends alone would make one with every rank.
                 dist.all_reduce(torch.zeros(1, device="cuda"), group=own)
         return groups
 
     def _split(self, sets: Sequence[tuple[int, ...]], messages: bool) -> dist.ProcessGroup | None:
-        """Create the groups of rank sets that have no rank in common, by one split of the world's communicator."""
+        """Create the groups of disjoint rank sets by one split of the world's communicator."""
         options = _for_messages(self._timeout) if messages else None
         own = dist.split_group(split_ranks=[[*ranks] for ranks in sets], timeout=self._timeout, pg_options=options)
         if all(self._rank not in ranks for ranks in sets):
-            # torch names a group by how many groups its rank is in, and members look for each other by that name
+            # torch names a group by the number of its rank's groups, and members look each other up by that name
             # (symmetric memory): a rank outside counts too.
             self._alone()
             return None
         return own
 
     def _alone(self) -> dist.ProcessGroup:
-        """Create a group of this rank, on the host, where it costs no communicator; no collective."""
+        """Create a group of this rank on the host, without a communicator; no collective."""
         return dist.new_group([self._rank], backend=self._host, timeout=self._timeout, use_local_synchronization=True)
 
-    def _mesh(
-        self, module: str, layout: ModuleLayout, made: Mapping[tuple[int, ...], dist.ProcessGroup | None]
-    ) -> DeviceMesh | None:
+    def _mesh(self, module: str, layout: ModuleLayout) -> DeviceMesh | None:
         if self._rank not in layout.ranks:
             return None
         sizes = mesh_sizes(layout)
         axes = tuple(name for name, size in sizes.items() if size > 1 or name == "dp_shard")
         grid = next(g for g in layout.grid() if self._rank in g).reshape([sizes[name] for name in axes])
         lines = [line for axis in range(len(axes)) for line in _lines(grid, axis) if self._rank in line]
-        if missing := [line for line in lines if line not in made]:
+        if missing := [line for line in lines if line not in self._groups]:
             raise KeyError(f"{module}: its mesh of {axes} needs a group of ranks {missing[0]}, which was not created")
-        groups = [made[line] for line in lines]
+        groups = [self._groups[line] for line in lines]
         return DeviceMesh.from_group(
             groups if len(groups) > 1 else groups[0],  # type: ignore[arg-type]
             self.device_type,
@@ -192,9 +175,7 @@ class GroupRegistry:
 
 @contextmanager
 def connected_on_demand() -> Iterator[None]:
-    """Two ranks of a gloo group that is made meanwhile connect when they first talk: thousands of ranks, of which each
-    talks to few, need no connection of each with each.
-    """
+    """Let ranks of new gloo groups connect only when they first talk: each of thousands talks to few."""
     name = "TORCH_GLOO_LAZY_INIT"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -206,8 +187,25 @@ def connected_on_demand() -> Iterator[None]:
             os.environ[name] = before
 
 
+@contextmanager
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    """Make this process one of ``size`` ranks, whose collectives return at once, without data of other ranks."""
+    from torch.distributed.tensor.debug import (
+        _clear_sharding_prop_cache,  # here, because training needs neither of them
+    )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # its meshes of this rank equal those of the next rank
+        gc.collect()  # meshes and modules of one rank refer to each other
+
+
 def _splits() -> bool:
-    """Whether groups are split off the world's, as NCCL does it where it is told its device and is the only backend."""
+    """Return whether groups are split off the world's, as NCCL does if it knows its device and is the only backend."""
     world = dist.group.WORLD
     assert world is not None
     device, alone = world.bound_device_id, len(world._device_types) == 1
@@ -215,19 +213,19 @@ def _splits() -> bool:
 
 
 def _for_messages(timeout: timedelta | None) -> Any:
-    """Options of NCCL for a group of rows on their way."""
+    """Return NCCL's options for a group that carries rows."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # starts between waves of a kernel
-    if timeout is not None:  # torch warns where the group's is another
+    if timeout is not None:  # torch warns if the group's timeout differs
         options._timeout = timeout
     options.config.max_ctas = MESSAGE_CTAS
-    options.config.cga_cluster_size = 1  # by itself 4 on Hopper: a message waits until one cluster has so many free
+    options.config.cga_cluster_size = 1  # default 4 on Hopper: a message would wait until one cluster has 4 free
     return options
 
 
 def disjoint(sets: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Sort rank sets into batches in which no rank occurs twice, each into the first that has room; by number. Pure.
+    """Sort the numbers of rank sets into batches in which no rank occurs twice, each into the first that fits. Pure.
 
-    The lines of a mesh axis are one batch, and so are those of modules and of edges on other ranks.
+    The lines of a mesh axis are one batch, together with lines of modules and edges on other ranks.
     """
     batches: list[tuple[list[int], set[int]]] = []
     for number, ranks in enumerate(sets):
@@ -261,7 +259,7 @@ def context_sets(placement: Placement) -> list[tuple[int, ...]]:
 
 
 def mesh_sizes(layout: ModuleLayout) -> dict[str, int]:
-    """Axes of a module's mesh, that of its parameters: its context-parallel ranks are on the axis of shards."""
+    """Return the axes of a module's parameter mesh: context-parallel ranks are on the axis of shards."""
     return {"dp_replicate": layout.dp_replicate, "dp_shard": layout.shards, "tp": layout.tp}
 
 

@@ -1,4 +1,4 @@
-"""How the rows of a module lie on the ranks of one instance. Pure."""
+"""Distribute the rows of an instance over its ranks. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hetero_strategy import ragged
 
 
 class Pieces(NamedTuple):
-    """Runs of rows, cut so that every piece lies in one part, in the order of the runs."""
+    """The runs of rows, cut so that every piece is in one part, in the order of the runs."""
 
     run: Int64[np.ndarray, "pieces"]
-    """Number of the run."""
+    """Number of the piece's run."""
     offset: Int64[np.ndarray, "pieces"]
     """First row of the piece in its run."""
     rows: Int64[np.ndarray, "pieces"]
@@ -28,39 +28,40 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSharding:
-    """An instance's rows as equal contiguous parts, the ``j``-th of them on the ``j``-th set of its ranks.
+    """A split of an instance's rows into equal contiguous parts, the ``j``-th part on the ``j``-th set of its ranks.
 
     The sets are neighbouring ranks of an instance, and the ranks of a set are replicas: each has all rows of its part.
-    With one part every rank has every row; with a part for each rank no two have the same (sequence parallelism).
+    With one part every rank has every row; with a part for each rank no two ranks have the same rows (sequence
+    parallelism).
 
-    Another way to lay rows out, such as :class:`ContextSharding`, is a subclass that says where a row is: :meth:`cut`
-    for runs, :meth:`local` for rows.
+    A subclass such as :class:`ContextSharding` places rows differently: it overrides :meth:`cut` for runs and
+    :meth:`local` for rows.
 
     Args:
-        parts: divides the ranks of an instance.
+        parts: number of parts; divides the ranks of an instance.
     """
 
     parts: int = 1
 
     @property
     def multiple(self) -> int:
-        """Number that divides the rows of every instance."""
+        """Return a number that divides the rows of every instance."""
         return self.parts
 
     def rank_sets(self, instances: Int64[np.ndarray, "instances ranks"]) -> Int64[np.ndarray, "sets replicas"]:
-        """Return the global ranks that have the same rows, from those of each instance."""
+        """Return the global ranks that have the same rows, from the ranks of each instance."""
         return instances.reshape(len(instances) * self.parts, -1)
 
     def part_of(self, place: int, ranks: int) -> int:
-        """Return the part that the rank at a place among the ``ranks`` of its instance has."""
+        """Return the part of the rank at position ``place`` among the ``ranks`` of its instance."""
         return place * self.parts // ranks
 
     def rows(self, total: int) -> int:
-        """Return the rows of one part of an instance with so many rows."""
+        """Return the rows of one part of an instance with ``total`` rows."""
         return total // self.parts
 
     def local(self, rows: Int64[np.ndarray, "rows"], total: int, part: int) -> Int64[np.ndarray, "local"]:
-        """Return those of an instance's rows that lie in a part, as row numbers of the part."""
+        """Return the members of ``rows`` that are in a part, as row numbers of the part."""
         if self.parts == 1:
             return rows
         size = total // self.parts
@@ -69,10 +70,10 @@ class RowSharding:
     def cut(
         self, start: Int64[np.ndarray, "runs"], rows: Int64[np.ndarray, "runs"], total: Int64[np.ndarray, "runs"]
     ) -> Pieces:
-        """Cut runs of rows where another part begins.
+        """Cut runs of rows at the borders of parts.
 
         Args:
-            start, rows: first row of each run among the rows of its instance, and how many.
+            start, rows: first row of each run among the rows of its instance, and number of rows.
             total: rows of the run's instance.
         """
         if self.parts == 1:
@@ -90,9 +91,11 @@ class RowSharding:
 
 @dataclass(frozen=True)
 class ContextSharding(RowSharding):
-    """Rows of context parallelism: of ``2 * context`` equal chunks rank ``j`` has the ``j``-th from the start and the
-    ``j``-th from the end, in this order, so that all ranks have as much causal attention to do where one sequence fills
-    the rows (Llama 3, arXiv:2407.21783, section 3.3.2). Each rank's rows are cut again where there are more parts.
+    """A split of rows for context parallelism into ``2 * context`` equal chunks.
+
+    Rank ``j`` has the ``j``-th chunk from the start and the ``j``-th from the end, in this order, which balances causal
+    attention if one sequence fills the rows (Llama 3, arXiv:2407.21783, section 3.3.2). With more parts, each rank's
+    rows are split again.
 
     Args:
         context: context-parallel ranks of an instance; divides ``parts``.
@@ -124,7 +127,7 @@ class ContextSharding(RowSharding):
         return two._replace(run=one.run[two.run], offset=one.offset[two.run] + two.offset)
 
     def _turned(self, rows: np.ndarray, total: np.ndarray) -> np.ndarray:
-        """Where rows lie if the two chunks of each rank lie together, rank by rank."""
+        """Return row numbers in an order in which the two chunks of each rank are neighbours, rank by rank."""
         size = np.maximum(total // (2 * self.context), 1)
         chunk = rows // size
         place = np.where(chunk < self.context, 2 * chunk, 4 * self.context - 1 - 2 * chunk)
@@ -132,7 +135,7 @@ class ContextSharding(RowSharding):
 
 
 def sharding(context: int = 1, parts: int = 1) -> RowSharding:
-    """Return how rows lie on the ranks of an instance: over ``context`` ranks, and of each over ``parts``."""
+    """Return the sharding over ``context`` ranks, and of each rank's rows over ``parts``."""
     return RowSharding(parts) if context == 1 else ContextSharding(context * parts, context)
 
 

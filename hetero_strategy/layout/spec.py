@@ -1,52 +1,85 @@
-"""``ModuleLayout``: how one module is parallelised and on which ranks. Plain data, no processes."""
+"""``ModuleLayout`` (one module's ranks and degrees), its ``Pipeline``, and ``Placement`` (all modules over one world).
+
+Plain data; every check runs before any process exists.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import prod
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
 
 from hetero_strategy.errors import LayoutError, is_whole
-from hetero_strategy.layout.pipeline import Pipeline
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Mesh axes from outermost (slowest varying rank) to innermost; ``ep`` reuses ranks of the others."""
+"""Mesh axes from outermost (slowest varying rank) to innermost; ``ep`` reuses ranks of the other axes."""
 
 NOT_YET = {"ep": "expert parallelism"}
 
 
 @dataclass(frozen=True)
-class ModuleLayout:
-    """Where one module lives and how it is split over its ranks.
+class Pipeline:
+    """The stages of one module on its pipeline ranks.
 
     Args:
-        ranks: global ranks of the module, in any order (they are kept ascending: torch orders a group's members by
-            global rank, and a mesh that disagrees gives silently wrong gradients). An int ``n`` means ``range(n)``.
+        pp: number of pipeline ranks.
+        vpp: stages on each pipeline rank.
+        style: ``"loop"`` puts stage ``s`` on pipeline rank ``s % pp``. In ``"v"`` every other round of ``pp`` stages
+            runs backwards, so with two stages per rank the first and the last stage share a rank. ``"consecutive"``
+            puts neighbouring stages on one rank: they are the pieces of its work.
+    """
+
+    pp: int = 1
+    vpp: int = 1
+    style: Literal["loop", "v", "consecutive"] = "loop"
+
+    @property
+    def stages(self) -> int:
+        """Return the number of stages."""
+        return self.pp * self.vpp
+
+    def rank_of(self, stage: int) -> int:
+        """Return the pipeline rank of a stage."""
+        if self.style == "consecutive":
+            return stage // self.vpp
+        turn, rank = divmod(stage, self.pp)
+        return self.pp - 1 - rank if self.style == "v" and turn % 2 else rank
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a pipeline rank, ascending."""
+        return tuple(s for s in range(self.stages) if self.rank_of(s) == rank)
+
+
+@dataclass(frozen=True)
+class ModuleLayout:
+    """A module's ranks and its split over them.
+
+    Args:
+        ranks: global ranks of the module, in any order (stored ascending: torch orders a group's members by global
+            rank, and a mesh in another order gives silently wrong gradients). An int ``n`` means ``range(n)``.
         dp_replicate: replicas of the parameters, whose gradients are all-reduced.
         dp_shard: instances over whose ranks parameters, gradients and optimizer state are sharded (FSDP2).
-        cp: context-parallel ranks of an instance: each has a part of the rows of a microbatch, and all of them shard
-            parameters as ``dp_shard`` ranks do. Language models only.
+        cp: context-parallel ranks of an instance: each has a part of the rows of a microbatch, and together they shard
+            parameters like ``dp_shard`` ranks. Language models only.
         tp: tensor-parallel ranks.
-        tp_chunks: most chunks of a microbatch's rows whose tensor-parallel collectives run one by one beside the
-            matmuls of the next; 1: collectives and matmuls take turns.
         pp: pipeline ranks; the module is cut by layer into ``pp * vpp`` stages.
         ep: expert-parallel ranks (above 1: not yet).
         vpp: stages on each pipeline rank.
-        pp_style: which stages a pipeline rank has, see :class:`Pipeline`: ``"loop"``, or ``"v"`` (``vpp=2``: the first
-            and the last stage share a rank).
+        pp_style: order of stages on pipeline ranks, as in :class:`Pipeline`: ``"loop"``, or ``"v"`` (``vpp=2``: the
+            first and the last stage share a rank).
         split: blocks of each of the ``pp * vpp`` stages, in order; None: chosen when the model is placed.
 
-    One degree may be -1: it is derived so that the product of all degrees equals the number of ranks. The default
+    One degree may be -1: it is chosen so that the product of all degrees equals the number of ranks. The default
     ``dp_shard=-1`` makes every rank that no other degree uses a shard.
 
     Raises:
-        LayoutError: a field is of the wrong type; from :meth:`resolved`, whose message holds every fault.
+        LayoutError: a field is of the wrong type; from :meth:`resolved`, with every fault in the message.
     """
 
     ranks: tuple[int, ...]
@@ -59,7 +92,6 @@ class ModuleLayout:
     vpp: int = 1
     pp_style: Literal["loop", "v", "consecutive"] = "loop"
     split: tuple[int, ...] | None = None
-    tp_chunks: int = 1
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -77,24 +109,24 @@ class ModuleLayout:
 
     @property
     def dp(self) -> int:
-        """The number of instances: data-parallel coordinates, each of which computes its own units."""
+        """Return the number of instances: data-parallel coordinates, each of which computes its own units."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def shards(self) -> int:
-        """The number of ranks over which a parameter is sharded: those of ``dp_shard``, and of each the ``cp`` ranks,
-        which have seen other tokens as other instances have seen other samples.
+        """Return the number of ranks over which a parameter is sharded: ``cp`` for each of ``dp_shard``, because
+        context-parallel ranks have other tokens, as instances have other samples.
         """
         return self.dp_shard * self.cp
 
     @property
     def neighbours(self) -> int:
-        """The number of ranks of an instance on one stage: context-parallel and tensor-parallel ones."""
+        """Return the number of context-parallel and tensor-parallel ranks of an instance on one stage."""
         return self.cp * self.tp
 
     @property
     def pipeline(self) -> Pipeline:
-        """How the module's stages lie on its pipeline ranks; of resolved layouts only."""
+        """Return the module's stages on its pipeline ranks; only for resolved layouts."""
         return Pipeline(self.pp, self.vpp, self.pp_style)
 
     def degrees(self) -> dict[str, int]:
@@ -102,7 +134,7 @@ class ModuleLayout:
         return {name: getattr(self, name) for name in DEGREES}
 
     def faults(self) -> list[str]:
-        """Return everything wrong with this layout on its own; empty if it can be resolved."""
+        """Return every fault of this layout on its own; empty if it can be resolved."""
         faults: list[str] = []
         if not self.ranks:
             return ["ranks is empty: give the module at least one rank, or leave the module out"]
@@ -133,14 +165,10 @@ class ModuleLayout:
             faults.append(
                 f"{self._product()} = {known} but ranks has {count}; set one degree to -1 or give {known} ranks"
             )
-        if self.tp_chunks < 1:
-            faults.append(f"tp_chunks={self.tp_chunks}: rows are cut into at least one chunk; set tp_chunks=1")
-        elif self.tp_chunks > 1 and (count // known if self.tp == -1 else self.tp) == 1:
-            faults.append(f"tp_chunks={self.tp_chunks} with tp=1: nothing is exchanged; set tp_chunks=1, or tp above 1")
         return faults or self._stage_faults(count // known if self.pp == -1 else self.pp)
 
     def _stage_faults(self, pp: int) -> list[str]:
-        """Return what is wrong with ``vpp``, ``pp_style`` and ``split`` if the module has ``pp`` pipeline ranks."""
+        """Return the faults of ``vpp``, ``pp_style`` and ``split`` if the module has ``pp`` pipeline ranks."""
         faults: list[str] = []
         if self.vpp < 1:
             return [f"vpp={self.vpp}: a pipeline rank has at least one stage; set vpp=1"]
@@ -162,16 +190,12 @@ class ModuleLayout:
                 f"split={list(self.split)} is of {len(self.split)} stages, but pp {pp} x vpp {self.vpp} ="
                 f" {pp * self.vpp}; give the blocks of each stage, or leave split out"
             )
-        if min(self.split, default=1) < 1 and tuple(self.split) != (0,):  # that is a module without blocks
+        if min(self.split, default=1) < 1 and tuple(self.split) != (0,):  # a module without blocks has (0,)
             faults.append(f"split={list(self.split)}: every stage has at least one block; move blocks or lower pp")
         return faults
 
     def resolved(self, module: str = "module") -> ModuleLayout:
-        """Return this layout with every -1 replaced.
-
-        Raises:
-            LayoutError: :meth:`faults` finds any.
-        """
+        """Return this layout with every -1 replaced."""
         if faults := self.faults():
             raise LayoutError("\n".join(f"layout of '{module}': {fault}" for fault in faults))
         known = prod(size for size in self.degrees().values() if size != -1)
@@ -181,17 +205,12 @@ class ModuleLayout:
         return replace(self, **derived)  # type: ignore[arg-type]
 
     def grid(self) -> Int64[np.ndarray, "pp dp_replicate dp_shard cp tp"]:
-        """Return global ranks, ascending; of resolved layouts only."""
+        """Return global ranks, ascending; only for resolved layouts."""
         return np.asarray(self.ranks, dtype=np.int64).reshape([getattr(self, name) for name in DEGREES])
 
     def stage_grid(self, stage: int) -> Int64[np.ndarray, "instances ranks"]:
-        """Return the ranks of each instance of a stage; of resolved layouts only."""
+        """Return the ranks of each instance of a stage; only for resolved layouts."""
         return self.grid()[self.pipeline.rank_of(stage)].reshape(self.dp, -1)
-
-    def first_stage(self) -> ModuleLayout:
-        """Return the layout of the first stage alone; of resolved layouts only."""
-        ranks = tuple(map(int, self.stage_grid(0).flat))
-        return replace(self, ranks=ranks, pp=1, vpp=1, pp_style="loop", split=None)
 
     def _product(self, skip: str = "") -> str:
         shown = [f"{name} {size}" for name, size in self.degrees().items() if size != 1 and name != skip]
@@ -199,7 +218,7 @@ class ModuleLayout:
 
     @classmethod
     def from_config(cls, module: str, config: object) -> ModuleLayout:
-        """Build a layout from a mapping (hydra, JSON); a field that does not exist is refused.
+        """Build a layout from a mapping (hydra, JSON).
 
         Raises:
             LayoutError: a field does not exist or has a value of the wrong type; the message names module and field.
@@ -224,15 +243,15 @@ class ModuleLayout:
             raise LayoutError(str(fault).replace("ModuleLayout:", f"layout of '{module}':")) from None
 
 
-_NUMBERS = tuple(each.name for each in fields(ModuleLayout) if each.name not in ("ranks", "split", "pp_style"))
+_NUMBERS = tuple(each.name for each in fields(ModuleLayout) if each.type == "int")
 
 
 def _listed(name: str, value: Any, expected: str) -> tuple[int, ...]:
-    """A field's whole numbers, however they are listed."""
+    """Return a field's whole numbers as a tuple of ints."""
     if not isinstance(value, Iterable) or isinstance(value, str):
         raise _wrong(name, value, expected)
     listed = tuple(value)
-    kinds = set(map(type, listed))  # by kind, as there may be thousands of ranks
+    kinds = set(map(type, listed))  # by type, because there may be thousands of ranks
     if not all(kind is not bool and issubclass(kind, Integral) for kind in kinds):
         raise _wrong(name, list(listed), expected)
     return listed if kinds == {int} else tuple(map(int, listed))
@@ -240,3 +259,95 @@ def _listed(name: str, value: Any, expected: str) -> tuple[int, ...]:
 
 def _wrong(name: str, value: object, expected: str) -> LayoutError:
     return LayoutError(f"ModuleLayout: {name}={value!r} is not {expected}")
+
+
+class Coordinate(NamedTuple):
+    """The coordinates of a rank in a module."""
+
+    instance: int
+    """Data-parallel coordinate."""
+    shard: int
+    """Coordinate among the instance's ranks in its stage (context and tensor parallel)."""
+    pp: int
+    """Pipeline coordinate."""
+    context: int
+    """Context-parallel coordinate."""
+    tensor: int
+    """Tensor-parallel coordinate."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The resolved layouts of all modules over ranks ``0 .. world_size - 1``; :func:`place` builds it."""
+
+    layouts: Mapping[str, ModuleLayout]
+    world_size: int
+
+    def coordinate(self, module: str, rank: int) -> Coordinate | None:
+        """Return the rank's coordinate in the module, or None if the rank does not hold it."""
+        layout = self.layouts[module]
+        if rank not in layout.ranks:
+            return None
+        pp, index = divmod(layout.ranks.index(rank), layout.dp * layout.neighbours)
+        instance, shard = divmod(index, layout.neighbours)
+        return Coordinate(instance, shard, pp, *divmod(shard, layout.tp))
+
+    def instances(self) -> dict[str, int]:
+        """Return the number of data-parallel instances of every module."""
+        return {name: layout.dp for name, layout in self.layouts.items()}
+
+    def table(self) -> list[tuple[str, str, str]]:
+        """Return one row per module for reports: name, ranks, and degrees above 1 with the split into stages."""
+        rows = []
+        for name, layout in self.layouts.items():
+            parts = [f"{k}={v}" for k, v in layout.degrees().items() if v > 1]
+            if layout.vpp > 1:
+                parts.append(_on_each_rank(layout))
+            if layout.split and len(layout.split) > 1:
+                parts.append("split=" + "+".join(map(str, layout.split)))
+            rows.append((name, _ranges(layout.ranks), " ".join(parts) or "one rank"))
+        return rows
+
+
+def place(layouts: Mapping[str, ModuleLayout], world_size: int) -> Placement:
+    """Resolve and check all layouts over a world of ``world_size`` ranks.
+
+    Any mixture of equal, disjoint and partly overlapping rank sets is allowed, contiguous or not, with idle ranks and
+    with data-parallel sizes that do not divide one another.
+
+    Raises:
+        LayoutError: layouts have faults; the message has one line for each fault.
+    """
+    faults: list[str] = []
+    if not layouts:
+        faults.append("layouts is empty: give every module of the model a ModuleLayout")
+    for name, layout in layouts.items():
+        faults += [f"layout of '{name}': {fault}" for fault in layout.faults()]
+        outside = [r for r in layout.ranks if r >= world_size]
+        if outside:
+            faults.append(
+                f"layout of '{name}': ranks {_ranges(tuple(outside))} do not exist in a world of {world_size}"
+                f" processes; use ranks 0 to {world_size - 1}, or start at least {max(outside) + 1} processes"
+            )
+    if faults:
+        raise LayoutError("\n".join(faults))
+    resolved = {name: layout.resolved(name) for name, layout in layouts.items()}
+    return Placement(resolved, world_size)
+
+
+def _on_each_rank(layout: ModuleLayout) -> str:
+    """Describe the stages of a pipeline rank in words."""
+    if layout.pp_style == "consecutive":
+        return f"{layout.vpp} pieces"
+    return f"vpp={layout.vpp}" + (" (v)" if layout.pp_style == "v" else "")
+
+
+def _ranges(ranks: tuple[int, ...]) -> str:
+    """Write ``(0, 1, 2, 5)`` as ``0-2,5``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return ",".join("-".join(map(str, run)) for run in runs)

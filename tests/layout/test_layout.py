@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from hetero_strategy.errors import ConfigError, LayoutError
 from hetero_strategy.layout import ModuleLayout, place
-from hetero_strategy.layout.placement import Placement
 from hetero_strategy.layout.registry import rank_sets
+from hetero_strategy.layout.spec import Placement
 from hetero_strategy.strategy import HeteroStrategy
 
 
@@ -54,9 +54,6 @@ def test_ranks_ascend_along_every_axis() -> None:
         ({"ranks": 4, "pp": -1, "dp_shard": 2, "vpp": 2, "split": [2, 2]}, ["pp 2 x vpp 2 = 4"]),
         ({"ranks": 2, "pp": 2, "split": [0, 0]}, ["split=[0, 0]", "at least one block"]),
         ({"ranks": 2, "pp": 2, "split": [3, 0]}, ["split=[3, 0]", "at least one block"]),
-        ({"ranks": 2, "tp": 2, "tp_chunks": 0}, ["tp_chunks=0", "tp_chunks=1"]),
-        ({"ranks": 2, "tp_chunks": 4}, ["tp_chunks=4", "tp=1", "tp above 1"]),
-        ({"ranks": 2, "dp_shard": 2, "tp": -1, "tp_chunks": 4}, ["tp_chunks=4 with tp=1"]),
         ({"ranks": 2, "cp": 3}, ["dp_shard=-1", "2 ranks", "cp 3 = 3"]),
         ({"ranks": 2, "ep": 2}, ["ep=2", "expert", "ep=1"]),
     ],
@@ -117,22 +114,23 @@ def test_layouts_are_given_by_module(layouts: object) -> None:
 
 def test_placement_answers_who_is_where() -> None:
     placement = place({"vision": ModuleLayout(ranks=[1, 4]), "llm": ModuleLayout(ranks=[1, 2, 4, 6], tp=2)}, 8)
-    assert placement.coordinate("llm", 4) == (1, 0, 0)
-    assert placement.coordinate("llm", 6) == (1, 1, 0)
+    assert placement.coordinate("llm", 4) == (1, 0, 0, 0, 0)
+    assert placement.coordinate("llm", 6) == (1, 1, 0, 0, 1)
+    assert place({"llm": ModuleLayout(ranks=8, cp=2, tp=2)}, 8).coordinate("llm", 6) == (1, 2, 0, 1, 0)
     assert placement.coordinate("vision", 2) is None
     assert placement.table()[1] == ("llm", "1-2,4,6", "dp_shard=2 tp=2")
 
 
 def test_pipelines_are_read_and_cut_the_grid() -> None:
-    config = {"ranks": 8, "pp": 2, "tp": 2, "tp_chunks": 3, "vpp": 2, "pp_style": "v", "split": [1, 2, 1, 3]}
+    config = {"ranks": 8, "pp": 2, "tp": 2, "vpp": 2, "pp_style": "v", "split": [1, 2, 1, 3]}
     layout = ModuleLayout.from_config("llm", config).resolved()
     assert layout.split == (1, 2, 1, 3) and layout.dp == 2
     assert [layout.pipeline.rank_of(s) for s in range(4)] == [0, 1, 1, 0]
     assert [layout.stage_grid(s).tolist() for s in (0, 1)] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
     assert (layout.stage_grid(0) == layout.stage_grid(3)).all()
     placement = place({"llm": layout}, 8)
-    assert placement.coordinate("llm", 6) == (1, 0, 1)
-    assert placement.table() == [("llm", "0-7", "pp=2 dp_shard=2 tp=2 vpp=2 (v) tp_chunks=3 split=1+2+1+3")]
+    assert placement.coordinate("llm", 6) == (1, 0, 1, 0, 0)
+    assert placement.table() == [("llm", "0-7", "pp=2 dp_shard=2 tp=2 vpp=2 (v) split=1+2+1+3")]
     loop = ModuleLayout(ranks=3, pp=3, vpp=2).resolved()
     assert [loop.pipeline.rank_of(s) for s in range(6)] == [0, 1, 2, 0, 1, 2]
     cut = replace(loop, pp_style="consecutive")

@@ -8,16 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_name, _world
 
 from hetero_strategy.layout import registry as registries
-from hetero_strategy.layout.placement import place
 from hetero_strategy.layout.registry import MESSAGE_CTAS, GroupRegistry, disjoint
-from hetero_strategy.layout.spec import ModuleLayout
-from tests.distributed.harness import Pool
+from hetero_strategy.layout.spec import ModuleLayout, place
+from hetero_strategy.testing import Pool
 
 
 def sockets() -> int:
@@ -48,31 +46,6 @@ def test_groups_on_the_host_connect_on_demand(pool: Pool) -> None:
     for on_demand, at_once, talking in pool.run(6, on_rank, timeout=60):
         assert on_demand < at_once, "each rank is connected with each"
         assert talking <= at_once
-
-
-def shared_groups(rank: int, world: int, apart: tuple[str, ...]) -> tuple[bool, bool]:
-    """Whether two modules of one layout share groups with the first, of tensor and of data parallelism."""
-    layouts = {name: ModuleLayout(tuple(range(world)), tp=2) for name in ("llm", "vision", "audio")}
-    registry = GroupRegistry(place(layouts, world), [], "cpu", apart=apart)
-    meshes = [registry.mesh(name) for name in layouts]
-
-    def same(one: int, other: int) -> bool:
-        groups = [[meshes[i].get_group(axis) for axis in ("dp_shard", "tp")] for i in (one, other)]  # type: ignore[union-attr]
-        shared = {a is b for a, b in zip(*groups, strict=True)}
-        assert len(shared) == 1
-        return shared.pop()
-
-    total = torch.tensor(rank)
-    dist.all_reduce(total, group=meshes[1].get_group("tp"))  # type: ignore[union-attr]
-    assert int(total) == 2 * (rank // 2 * 2) + 1
-    return same(0, 1), same(1, 2)
-
-
-@pytest.mark.parametrize(("apart", "expected"), [((), (True, True)), (("vision", "audio"), (False, True))])
-def test_modules_apart_share_no_group_with_others(
-    pool: Pool, apart: tuple[str, ...], expected: tuple[bool, bool]
-) -> None:
-    assert pool.run(4, shared_groups, apart, timeout=60) == [expected] * 4
 
 
 def test_sets_without_a_common_rank_are_one_batch() -> None:
