@@ -1,1 +1,1 @@
-"""In which order a step's work runs."""
+"""Schedules: the order in which a step's work runs."""

@@ -1,4 +1,5 @@
-"""A step's actions as plain integers: making a schedule on every step leaves no time for hashing actions. Pure.
+"""Number a step's actions as plain integers: a schedule is made in every step, which leaves no time to hash actions.
+Pure.
 
 A *unit* is one microbatch of one node; units of a node are consecutive. Action numbers: unit ``u`` has forward ``u``,
 backward (B, or I where split) ``u + units`` and weight gradient ``u + 2 * units``; after them come one UNSHARD and one
@@ -14,17 +15,17 @@ from itertools import accumulate
 from hetero_strategy.schedule.action import Action, Kind, Span, Stage, StageGraph, StageId, StepWork
 
 Costs = Callable[[Action], float]
-"""Duration of an action, in any unit."""
+"""Function that returns the duration of an action, in any unit."""
 
 
 class ActionIndex:
-    """Numbering of the actions that a step may have, what each sets free, and how long it takes.
+    """A numbering of the actions that a step may have, with the actions that each sets free, and its duration.
 
     Args:
-        train: with backwards.
-        splits: divide the backward of nodes that train and send gradients upstream.
-        costs: ``None``: F, I and W take 1, B what it consists of (a frozen node has no W), UNSHARD and REDUCE nothing.
-        bubbles: part of an action in which its ranks wait for collectives; ``None``: nothing.
+        train: whether the step has backwards.
+        splits: whether to split the backward of nodes that train and send gradients upstream.
+        costs: duration of an action; ``None``: F, I and W take 1, B the sum of its parts (a frozen node has no W),
+            UNSHARD and REDUCE nothing.
 
     Nodes without work are left out.
     """
@@ -37,19 +38,21 @@ class ActionIndex:
         train: bool,
         splits: bool,
         costs: Costs | None,
-        bubbles: Costs | None = None,
     ) -> None:
         self.nodes = [n for n in graph.stages if work.microbatches.get(n.module)]
         self.index = {n: i for i, n in enumerate(self.nodes)}
+        own = ((ranks, [self.index[n] for n in nodes if n in self.index]) for nodes, ranks in graph.hosts.items())
+        self.lanes = [(ranks, nodes) for ranks, nodes in own if nodes]
+        """Ranks of each lane, and the indices of its nodes."""
         spans = [work.of(n) for n in self.nodes]
         self.counts = list(map(len, spans))
         self.first = [0, *accumulate(self.counts)]
         self.units = self.first[-1]
         of_units = [i for i, count in enumerate(self.counts) for _ in range(count)]
         self.node_of = [*of_units * 3, *range(len(self.nodes)), *range(len(self.nodes))]
-        """For each action the index of its node."""
+        """Index of its node, for each action."""
         self.needed = [span.first for own in spans for span in own]
-        """For each unit the first of the step's microbatches that its rows are for."""
+        """First of the step's microbatches that needs its rows, for each unit."""
         stages = [graph.stages[n] for n in self.nodes]
         self.backward = [train and s.backward for s in stages]
         self.trains = [back and s.trains for back, s in zip(self.backward, stages, strict=True)]
@@ -64,15 +67,13 @@ class ActionIndex:
         self.actions = self._actions(stages, spans)
         closing = 3 * self.units + len(stages)
         self.opening = [3 * self.units + i for i, s in enumerate(stages) if s.sharded and joint[i]]
-        """Numbers of what all ranks do first."""
+        """Numbers of the actions that all ranks do first."""
         self.joint_sums = [closing + i for i in range(len(stages)) if self.trains[i] and joint[i]]
-        """Numbers of the REDUCE of cohorts, which those of a stage do together."""
+        """Numbers of the REDUCE actions of cohorts; all cohorts of a stage do theirs together."""
         self.durations = self._durations() if costs is None else [0.0 if a is None else costs(a) for a in self.actions]
-        self.bubbles = None if bubbles is None else [0.0 if a is None else bubbles(a) for a in self.actions]
-        """Part of each duration in which ranks wait for collectives; None: of none."""
 
     def _link(self, graph: StageGraph, work: StepWork, spans: Sequence[Sequence[Span]]) -> None:
-        """What every action sets free in other nodes, and for how many such actions each waits."""
+        """List the actions of other nodes that every action sets free, and count the actions that each waits for."""
         units = self.units
         after: list[list[int]] = [[] for _ in range(2 * units)]
         waits = [0] * (3 * units)
@@ -99,11 +100,11 @@ class ActionIndex:
         self.waits = waits
 
     def count(self, node: StageId) -> int:
-        """Microbatches that a node works at."""
+        """Return the number of microbatches that a node works at."""
         return self.counts[self.index[node]]
 
     def fork(self) -> ActionIndex:
-        """The same, for constraints of its own."""
+        """Return a copy for constraints of its own."""
         other = copy(self)
         other.after, other.waits = [list(later) for later in self.after], self.waits.copy()
         return other
@@ -114,34 +115,34 @@ class ActionIndex:
         self.waits[then] += 1
 
     def in_flight(self, order: Iterable[int]) -> list[int]:
-        """Most microbatches that each node holds in an order of actions; 0 without backward."""
-        held = [0] * len(self.nodes)
-        most = held.copy()
+        """Return the most microbatches that each node holds in an order of actions; 0 without backward."""
+        now = [0] * len(self.nodes)
+        most = now.copy()
         for number in order:
             i = self.node_of[number]
             if number < self.units:
-                held[i] += self.backward[i]
-                most[i] = max(most[i], held[i])
+                now[i] += self.backward[i]
+                most[i] = max(most[i], now[i])
             elif number < 3 * self.units and (number >= 2 * self.units) == self.split[i]:
-                held[i] -= 1
+                now[i] -= 1
         return most
 
     def _actions(self, stages: Sequence[Stage], spans: Sequence[Sequence[Span]]) -> list[Action | None]:
         kinds: tuple[Kind, ...] = ("F", "B", "W")
-        found: list[Action | None] = []
+        actions: list[Action | None] = []
         for kind in kinds:
             for i, (node, own) in enumerate(zip(self.nodes, spans, strict=True)):
                 if kind == "F" or (kind == "B" and self.backward[i]) or self.split[i]:
                     name: Kind = "I" if kind == "B" and self.split[i] else kind
-                    found += [Action(name, node, span.number) for span in own]
+                    actions += [Action(name, node, span.number) for span in own]
                 else:
-                    found += [None] * len(own)
-        found += [Action("UNSHARD", n) if s.sharded else None for n, s in zip(self.nodes, stages, strict=True)]
-        found += [Action("REDUCE", n) if trains else None for n, trains in zip(self.nodes, self.trains, strict=True)]
-        return found
+                    actions += [None] * len(own)
+        actions += [Action("UNSHARD", n) if s.sharded else None for n, s in zip(self.nodes, stages, strict=True)]
+        actions += [Action("REDUCE", n) if trains else None for n, trains in zip(self.nodes, self.trains, strict=True)]
+        return actions
 
     def _durations(self) -> list[float]:
-        found = [1.0] * self.units
+        durations = [1.0] * self.units
         for i, count in enumerate(self.counts):
-            found += [1.0 if self.split[i] or not self.trains[i] else 2.0] * count
-        return found + [1.0] * self.units + [0.0] * (2 * len(self.nodes))
+            durations += [1.0 if self.split[i] or not self.trains[i] else 2.0] * count
+        return durations + [1.0] * self.units + [0.0] * (2 * len(self.nodes))

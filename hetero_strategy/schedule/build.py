@@ -1,25 +1,20 @@
-"""``make_schedule``: a step's schedule from its stage graph and its work. Pure.
+"""Make a step's schedule from its stage graph and its work (``make_schedule``). Pure.
 
 torch.distributed.pipelining has schedule tables for one chain of stages whose microbatches all have one shape and
-number. Its names of actions and its orders (interleaved 1F1B, ZBV) are taken; the rest is ours, since here stages form
-a graph, modules have their own microbatches, share ranks, and have groups of unequal size.
+number. Its names of actions and its orders (interleaved 1F1B, ZBV) are used here. All else is ours: stages form a
+graph, and modules have their own microbatches, share ranks, and have groups of unequal size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import compress
 
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.schedule.action import Action, Lane, Schedule, StageGraph, StepWork
 from hetero_strategy.schedule.action_index import ActionIndex, Costs
-from hetero_strategy.schedule.beside import MergeBeside
-from hetero_strategy.schedule.fill import attempts, backwards_last, forwards_first
-from hetero_strategy.schedule.merge import Merge
-from hetero_strategy.schedule.module_programs import in_a_circle, listed, module_programs, most
+from hetero_strategy.schedule.fill import StepPrograms, fill_policy
+from hetero_strategy.schedule.module_programs import Link, in_a_circle, links, module_programs, most
 from hetero_strategy.schedule.policies import SchedulePolicy, schedule_policy, schedules
-from hetero_strategy.schedule.shorten import shortened
-from hetero_strategy.schedule.warmup import Link, links
 
 
 def make_schedule(
@@ -31,43 +26,35 @@ def make_schedule(
     train: bool = True,
     max_in_flight: Mapping[str, int] | None = None,
     fill: str = "fine",
-    bubbles: Costs | None = None,
 ) -> Schedule:
     """Build every rank's list of actions.
 
     Args:
-        name: of a policy in ``schedule.policies``. ``interleaved_1f1b`` interleaves modules with ``vpp > 1``,
+        name: name of a policy in ``schedule.policies``. ``interleaved_1f1b`` interleaves modules with ``vpp > 1``,
             ``zbv`` those with two stages per rank in v style; other modules run 1F1B and ZB-H1 beside them.
         graph: stages of all modules.
         work: microbatches of the step.
-        costs: duration of an action in any unit, the same on all ranks; ``None``: F, I and W take 1, B what it
-            consists of (2, or 1 where nothing in it trains), UNSHARD and REDUCE 0. Costs decide the order of modules
-            that share ranks, and where W runs.
-        train: with backwards.
-        max_in_flight: by module, most microbatches of its own that each of its stages may hold.
-        fill: where cohorts run: ``coarse``, their forwards before the first action of the other modules on their ranks
-            and their backwards after the last one (Optimus, algorithm 2), as with ``decoupled``, or ``fine``, wherever
-            their ranks idle.
-            ``search``: the best of both made shorter by a search, with or without cohorts; a stage holds no more
-            microbatches than where that began, or as many as ``max_in_flight`` allows.
-        bubbles: part of an action, in the unit of ``costs``, in which its ranks wait for collectives: what fills runs
-            in it, on a stream of its own (Optimus' tensor-parallel bubbles). ``None``: nothing runs beside an action.
+        costs: duration of an action in any unit, the same on all ranks; ``None``: F, I and W take 1, B the sum of its
+            parts (2, or 1 if nothing in it trains), UNSHARD and REDUCE 0. Costs decide the order of modules that share
+            ranks, and the place of W.
+        train: whether to schedule backwards.
+        max_in_flight: most microbatches of a module that each of its stages may hold, by module.
+        fill: name of a policy in ``schedule.fill``, which places cohorts that fill bubbles.
 
     Raises:
-        ScheduleError: unknown schedule or module, one that the modules' stages do not fit, or a bound that cannot be
-            kept.
+        ScheduleError: a schedule or module is unknown, a schedule does not fit the modules' stages, or a bound cannot
+            be kept.
     """
     bounds = dict(max_in_flight or {})
     policy = schedule_policy(name)
     _refuse(policy, graph, bounds)
-    numbers = ActionIndex(graph, work, train=train, splits=policy.splits_backward, costs=costs, bubbles=bubbles)
-    groups = _lanes(graph, numbers)
+    numbers = ActionIndex(graph, work, train=train, splits=policy.splits_backward, costs=costs)
     if policy.programs is None:
         starts = _sequential(numbers, graph, work)
     else:
-        starts = _pipelined(policy, graph, work, numbers, groups, bounds, fill)
+        starts = _pipelined(step_programs(policy, graph, work, numbers, bounds, fill), name, graph)
     starts = [*numbers.opening, *_with_sums(numbers, starts)]
-    return _schedule(name, graph, work, train, numbers, groups, starts, bounds)
+    return _schedule(name, graph, work, train, numbers, starts, bounds)
 
 
 def _refuse(policy: SchedulePolicy, graph: StageGraph, bounds: Mapping[str, int]) -> None:
@@ -101,17 +88,11 @@ def _refuse(policy: SchedulePolicy, graph: StageGraph, bounds: Mapping[str, int]
             )
 
 
-def _lanes(graph: StageGraph, numbers: ActionIndex) -> list[tuple[tuple[int, ...], list[int]]]:
-    """(ranks, indices of the nodes they host) per lane; nodes without work are left out."""
-    of = [(ranks, [numbers.index[n] for n in nodes if n in numbers.index]) for nodes, ranks in graph.hosts.items()]
-    return [(ranks, nodes) for ranks, nodes in of if nodes]
-
-
 def _sequential(numbers: ActionIndex, graph: StageGraph, work: StepWork) -> list[int]:
-    """Step microbatch after step microbatch: all forwards from sources to sinks, then all backwards the other way.
+    """Order one step microbatch after another: all forwards from sources to sinks, then all backwards in reverse.
 
-    A unit of several step microbatches has its forward with the first of them that needs it, its backward with the
-    last of them.
+    A unit of several step microbatches has its forward with the first of them that needs it, and its backward with the
+    last.
     """
     units = numbers.units
     when = numbers.needed * 2
@@ -145,58 +126,50 @@ def _sequential(numbers: ActionIndex, graph: StageGraph, work: StepWork) -> list
     return starts
 
 
-def _pipelined(
+def step_programs(
     policy: SchedulePolicy,
     graph: StageGraph,
     work: StepWork,
     numbers: ActionIndex,
-    groups: list[tuple[tuple[int, ...], list[int]]],
     bounds: Mapping[str, int],
-    fill: str,
-) -> list[int]:
-    lanes = [tuple(k for k, (_, nodes) in enumerate(groups) if i in nodes) for i in range(len(numbers.nodes))]
+    fill: str = "fine",
+) -> StepPrograms:
+    """Make the programs of all modules of a step, before they are put into one order."""
+    lanes = [tuple(k for k, (_, nodes) in enumerate(numbers.lanes) if i in nodes) for i in range(len(numbers.nodes))]
     edges = links(graph, work)
-    held = numbers.fork() if fill == "search" else numbers  # a search keeps to what rows and bounds ask for alone
-    _hold_back(held, graph, lanes, edges)
-    made = module_programs(policy, graph, work, numbers, edges, bounds)
-    lists = [listed(numbers, one) for one in made]
-    on, fills = [lanes[numbers.index[one.at]] for one in made], [one.fills for one in made]
-    caps = most(numbers, made, bounds)
-    merges: list[Merge] = []
-    beside = numbers.bubbles is not None
-    for lead, last, patience in attempts(fill, numbers, bounds, graph.filling, compress(on, fills), beside):
-        tried = held.fork() if any(fills) else held
-        if lead:
-            forwards_first(tried, lists, on, fills, lead)
-        if last:
-            backwards_last(tried, lists, on, fills)
-        merge = (MergeBeside if beside else Merge)(tried, lists, lanes, caps, fills, patience)
-        if merge.run() is not None:
-            merges.append(merge)
-    if not merges:
-        if module := in_a_circle(graph, made):
-            raise ScheduleError(
-                f"schedule {policy.name!r}: the lists of {module}'s ranks wait for each other: what one of them has"
-                " first needs what another has later; give forwards and backwards of all ranks in orders that fit"
-            )
-        fed = {target.module for source, target in graph.edges if source.module != target.module}
-        if fill not in ("fine", "search") and (waiting := [name for name in graph.filling if name in fed]):
-            raise ScheduleError(
-                f"{policy.name}: fill={fill!r} runs {', '.join(waiting)} around the pipeline, and what feeds that runs"
-                " between, on the same ranks: they wait for each other in a circle; use fill='fine'"
-            )
+    _hold_back(numbers, graph, lanes, edges)
+    lane_programs = module_programs(policy, graph, work, numbers, edges, bounds)
+    return StepPrograms(
+        fill, numbers, graph.pipelines, lane_programs, lanes, most(numbers, lane_programs, bounds), bounds
+    )
+
+
+def _pipelined(step: StepPrograms, schedule: str, graph: StageGraph) -> list[int]:
+    """Return the shortest order of starts."""
+    merges = fill_policy(step.fill).merges(step) if any(step.fills) else [step.merged()]
+    if complete := [merge for merge in merges if merge is not None]:
+        return min(complete, key=lambda merge: merge.now).order
+    if module := in_a_circle(graph, step.made):
         raise ScheduleError(
-            f"{policy.name}: microbatches of neighbouring modules wait for each other in a circle; "
-            f"feeds must pair them in ascending order"
+            f"schedule {schedule!r}: the lists of {module}'s ranks wait for each other: what one of them has"
+            " first needs what another has later; give forwards and backwards of all ranks in orders that fit"
         )
-    if fill == "search":
-        return shortened(numbers, [merge.order for merge in merges], lanes, bounds)
-    return min(merges, key=lambda merge: merge.now).order
+    fed = {target.module for source, target in graph.edges if source.module != target.module}
+    waiting = [module for module in graph.filling if module in fed]
+    if waiting and step.merged() is not None:
+        raise ScheduleError(
+            f"{schedule}: fill={step.fill!r} runs {', '.join(waiting)} around the pipeline, and what feeds that runs"
+            " between, on the same ranks: they wait for each other in a circle; use fill='fine'"
+        )
+    raise ScheduleError(
+        f"{schedule}: microbatches of neighbouring modules wait for each other in a circle; "
+        f"feeds must pair them in ascending order"
+    )
 
 
 def _with_sums(numbers: ActionIndex, starts: Sequence[int]) -> list[int]:
-    """An order of starts with the REDUCE of cohorts: after the last backward of all that sum together, so that it waits
-    for nothing but that one, and travels beside what follows.
+    """Insert the REDUCE of cohorts into an order of starts, after the last backward of all cohorts that sum together.
+    Then it waits for that backward only, and overlaps the following work.
     """
     if not numbers.joint_sums:
         return list(starts)
@@ -211,10 +184,11 @@ def _with_sums(numbers: ActionIndex, starts: Sequence[int]) -> list[int]:
 def _hold_back(
     numbers: ActionIndex, graph: StageGraph, lanes: Sequence[tuple[int, ...]], edges: Sequence[Link]
 ) -> None:
-    """Keep nodes without backward from running all their forwards first, where the longest waiting comes first.
+    """Keep nodes without backward from running all their forwards first on lanes where the longest waiting action is
+    first.
 
-    They hold nothing that would bound them. Two microbatches ahead of the nearest stage that it feeds are enough for it
-    not to wait.
+    Such nodes hold no activations that would bound them. A lead of two microbatches over the nearest stage that they
+    feed is enough for that stage not to wait.
     """
     shared = {lane for on in lanes if len(on) > 1 for lane in on}
     ahead = 2
@@ -242,13 +216,12 @@ def _schedule(
     work: StepWork,
     train: bool,
     numbers: ActionIndex,
-    groups: Sequence[tuple[tuple[int, ...], list[int]]],
     starts: Sequence[int],
     bounds: Mapping[str, int],
 ) -> Schedule:
     holders: list[list[list[Action]]] = [[] for _ in numbers.nodes]
     lists: list[list[Action]] = []
-    for _, nodes in groups:
+    for _, nodes in numbers.lanes:
         lists.append([])
         for i in nodes:
             holders[i].append(lists[-1])
@@ -272,7 +245,7 @@ def _schedule(
         work=work,
         split=frozenset(n for n, split in zip(numbers.nodes, numbers.split, strict=True) if split),
         train=train,
-        lanes=tuple(Lane(ranks, tuple(acts)) for (ranks, _), acts in zip(groups, lists, strict=True)),
+        lanes=tuple(Lane(ranks, tuple(acts)) for (ranks, _), acts in zip(numbers.lanes, lists, strict=True)),
         in_flight=dict(zip(numbers.nodes, most, strict=True)),
-        known_starts=tuple(order),
+        starts=tuple(order),
     )

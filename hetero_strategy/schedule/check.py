@@ -1,8 +1,8 @@
-"""``check``: proof that a schedule can run, whoever made it. Pure.
+"""Prove that a schedule can run, whoever made it (``check``). Pure.
 
-It holds every list against what the step must do, then runs all lists abstractly: an action happens when every rank of
-its node has come to it (it may hold collectives that block) and all rows it reads have been made. Time is linear in the
-number of actions times the lanes that share them.
+Every list of a schedule is compared with the actions that the step needs. Then all lists run abstractly: an action
+happens when every rank of its node has reached it (it may hold collectives that block) and all rows it reads have been
+made. Time is linear in the number of actions times the lanes that share them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,23 @@ from hetero_strategy.schedule.action import Action, Kind, Lane, Schedule, StageI
 def check(schedule: Schedule) -> None:
     """Refuse a schedule that is not complete or cannot run.
 
-    Proves: lanes hold the ranks that have work, each once; every action is once on every lane that hosts its node and
-    on no other; on every rank what is needed comes before what needs it, UNSHARD before all forwards of its node and
-    REDUCE after all its backwards; UNSHARD of cohorts, which all of them run together, comes before all else; with
-    actions that block until all their ranks come and their rows are there, and a REDUCE that blocks until all cohorts
-    of its stage come, all lists come to their end, in one order of those; rows of an edge
-    are awaited in the order in which they are sent; no node holds more microbatches than ``in_flight`` says; ``starts``
-    is one order of all actions that every list keeps to and in which what is needed comes first. Transfers start in
-    that order on every rank (``schedule.compile``), so no rank's host ever waits for what another one does later, even
-    where sends and receives hold up their hosts.
+    It proves that:
+
+    * lanes hold the ranks that have work, each once; every action is once on every lane that hosts its node and on no
+      other lane;
+    * on every rank an action comes after all actions that it needs, UNSHARD before all forwards of its node and REDUCE
+      after all its backwards; UNSHARD of cohorts, which all of them run together, is before all else;
+    * all lists reach their end, if an action blocks until all its ranks have come and its rows are there, and a REDUCE
+      until all cohorts of its stage have come, in one order of these REDUCE actions;
+    * rows of an edge are awaited in the order in which they are sent;
+    * no node holds more microbatches than ``in_flight`` says;
+    * ``starts`` is one order of all actions that every list keeps to, with dependencies first.
+
+    Transfers start in that order on every rank (``schedule.compile``), so no rank's host ever waits for later work of
+    another rank, even if sends and receives block their hosts.
 
     Raises:
-        ScheduleError: names the rank, the action and the numbers of the first fault.
+        ScheduleError: the message names the rank, the action and the numbers of the first fault.
     """
     _check_lanes(schedule)
     homes = lanes_of_actions(schedule)
@@ -39,11 +44,11 @@ def check(schedule: Schedule) -> None:
         _check_opening(schedule, lane)
     _check_runs(schedule, homes, needs)
     _check_edges(schedule, homes)
-    _check_starts(schedule, homes, needs)
+    schedule.check_starts()
 
 
 def expected(schedule: Schedule, node: StageId) -> list[Action]:
-    """All actions that a node has in the step of a schedule."""
+    """Return all actions that a node has in the step of a schedule."""
     stage = schedule.graph.stages[node]
     if not schedule.work.microbatches.get(node.module):
         return []
@@ -81,13 +86,13 @@ def _check_lanes(schedule: Schedule) -> None:
 
 
 def lanes_of_actions(schedule: Schedule) -> dict[Action, tuple[int, ...]]:
-    """Lanes of every action of the step."""
+    """Return the lanes of every action of the step."""
     lanes: dict[StageId, list[int]] = {}
     of_rank = schedule.lane_of
     for nodes, ranks in schedule.graph.hosts.items():
-        found = sorted({of_rank[r] for r in ranks if r in of_rank})
+        numbers = sorted({of_rank[r] for r in ranks if r in of_rank})
         for node in nodes:
-            lanes[node] = sorted({*lanes.get(node, ()), *found})
+            lanes[node] = sorted({*lanes.get(node, ()), *numbers})
     return {a: tuple(lanes[n]) for n in schedule.graph.stages for a in expected(schedule, n)}
 
 
@@ -115,12 +120,12 @@ def _check_complete(schedule: Schedule, homes: dict[Action, tuple[int, ...]]) ->
 
 
 def _check_order(schedule: Schedule, lane: Lane, needs: dict[Action, tuple[Action, ...]]) -> None:
-    """What one rank can see: needs, UNSHARD and REDUCE, and microbatches held."""
+    """Check a single rank: dependencies, UNSHARD and REDUCE, and microbatches held."""
     rank = lane.ranks[0]
     place = {a: i for i, a in enumerate(lane.actions)}
     first: dict[StageId, Action] = {}
     last: dict[StageId, Action] = {}
-    held: dict[StageId, int] = {}
+    counts: dict[StageId, int] = {}
     for i, action in enumerate(lane.actions):
         node = action.node
         if action.kind in ("UNSHARD", "REDUCE"):
@@ -131,17 +136,17 @@ def _check_order(schedule: Schedule, lane: Lane, needs: dict[Action, tuple[Actio
         if action.kind == "F":
             first.setdefault(node, action)
             if schedule.train and schedule.graph.stages[node].backward:
-                held[node] = held.get(node, 0) + 1
+                counts[node] = counts.get(node, 0) + 1
                 bound = schedule.in_flight.get(node, 0)
-                if held[node] > bound:
+                if counts[node] > bound:
                     raise ScheduleError(
-                        f"rank {rank} holds {held[node]} microbatches of {node} after {action}, "
+                        f"rank {rank} holds {counts[node]} microbatches of {node} after {action}, "
                         f"in_flight allows {bound}"
                     )
         else:
             last[node] = action
             if action.kind != "I":
-                held[node] -= 1
+                counts[node] -= 1
     for node, action in first.items():
         unshard = place.get(Action("UNSHARD", node), -1)
         if unshard > place[action]:
@@ -153,7 +158,7 @@ def _check_order(schedule: Schedule, lane: Lane, needs: dict[Action, tuple[Actio
 
 
 def _check_opening(schedule: Schedule, lane: Lane) -> None:
-    """All cohorts of a stage gather together, in one order on all ranks."""
+    """Check that all cohorts of a stage gather together, in one order on all ranks."""
     listed = set(lane.actions)
     gathers = (Action("UNSHARD", node) for node in schedule.graph.stages if node.cohort >= 0)
     for due, action in zip((a for a in gathers if a in listed), lane.actions, strict=False):
@@ -202,13 +207,13 @@ def _check_runs(
 
 
 def _together(schedule: Schedule, homes: dict[Action, tuple[int, ...]]) -> dict[Action, list[Action]]:
-    """REDUCE of the first cohort of each stage -> that of all its cohorts."""
-    found: dict[StageId, list[Action]] = {}
+    """Return the REDUCE of the first cohort of each stage -> the REDUCE of all its cohorts."""
+    reduces: dict[StageId, list[Action]] = {}
     for node in schedule.graph.stages:
         action = Action("REDUCE", node)
         if node.cohort >= 0 and action in homes:
-            found.setdefault(node.all_instances, []).append(action)
-    return {of[0]: of for of in found.values()}
+            reduces.setdefault(node.all_instances, []).append(action)
+    return {of[0]: of for of in reduces.values()}
 
 
 def _deadlock(
@@ -238,7 +243,7 @@ def _deadlock(
 
 
 def _check_edges(schedule: Schedule, homes: dict[Action, tuple[int, ...]]) -> None:
-    """Rows of one edge and direction are awaited in the order in which they are sent."""
+    """Check that rows of one edge and direction are awaited in the order in which they are sent."""
     places = [{a: i for i, a in enumerate(lane.actions)} for lane in schedule.lanes]
     awaited: dict[tuple[StageId, Action], tuple[int, Action]] = {}
     for action, lanes in homes.items():
@@ -258,20 +263,3 @@ def _check_edges(schedule: Schedule, homes: dict[Action, tuple[int, ...]]) -> No
                     f"rank {schedule.lanes[homes[action][0]].ranks[0]} awaits rows of {sent} (for {action}) before "
                     f"those of {before}, but they are sent after them"
                 )
-
-
-def _check_starts(
-    schedule: Schedule, homes: dict[Action, tuple[int, ...]], needs: dict[Action, tuple[Action, ...]]
-) -> None:
-    """One order of all actions that every list keeps to, what is needed first."""
-    place = {action: i for i, action in enumerate(schedule.starts)}
-    if len(place) != len(schedule.starts) or place.keys() != homes.keys():
-        raise ScheduleError(f"starts names {len(schedule.starts)} actions, the step has {len(homes)}")
-    for lane in schedule.lanes:
-        for before, action in pairwise(lane.actions):
-            if place[before] > place[action]:
-                raise ScheduleError(f"{action} starts before {before}, which rank {lane.ranks[0]} runs first")
-    for action, before_it in needs.items():
-        for need in before_it:
-            if place[need] > place[action]:
-                raise ScheduleError(f"{action} starts before {need}, which it needs")

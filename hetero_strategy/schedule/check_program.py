@@ -1,7 +1,7 @@
-"""``program_faults``: whether one rank's step program fits the plan and the programs of its peers. Pure.
+"""Check that one rank's step program fits the plan and the programs of its peers (``program_faults``). Pure.
 
-A program is held against what it was not made from: the runs of rows that the plan names, counted anew, and what the
-ranks that it exchanges rows with send and expect.
+A program is compared with facts from which it was not made: the runs of rows in the plan, counted anew, and the
+messages that its peers send and expect.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from hetero_strategy.schedule.compile import RankTransfer, StepProgram, rows_on
 
 
 class Message(NamedTuple):
-    """Rows that travel between two ranks, as one of their programs has them."""
+    """A message of rows between two ranks, as one of their programs has it."""
 
     backward: bool
     microbatches: tuple[int, int]
-    """Of the edge's source and of its target."""
+    """Microbatches of the edge's source and of its target."""
     rows: int
 
 
 class MessageQueue(NamedTuple):
-    """Where a rank's messages follow each other."""
+    """A queue in which a rank's messages follow each other."""
 
     edge: int
     hop: int
     peer: int
     sent: bool
-    """Else received."""
+    """Whether messages are sent; else they are received."""
 
 
 def program_faults(
     plan: StepPlan, schedule: Schedule, rank: int, program: StepProgram, program_of: Callable[[int], StepProgram]
 ) -> Iterator[tuple[StageId, str]]:
-    """Find what is wrong with a rank's program.
+    """Yield the faults of a rank's program.
 
-    Every row that crosses an edge to this rank arrives there once, or stays there; and what this rank sends, and what
-    its peers send to it, the other side expects, in the same order and sizes.
+    Every row that crosses an edge to this rank must arrive there once, or stay there. Each message that this rank or a
+    peer sends must be expected by the receiver, in the same order and size.
 
     Args:
-        program_of: gives the program of another rank.
+        program_of: returns the program of another rank.
 
     Yields:
-        A stage of this rank, and what is wrong there.
+        A stage of this rank, and its fault.
     """
     graph = schedule.graph
     for one in program.transfers:
@@ -62,14 +62,14 @@ def program_faults(
             what = "gradient rows" if one.backward else "rows"
             name = f"{source} to {target}, microbatches {one.microbatches[0]} and {one.microbatches[1]}"
             yield source if one.backward else target, f"{name}: {arrived} of {due} {what} reach rank {rank}"
-    mine = queues(program)
-    for peer in sorted({queue.peer for queue in mine}):
+    own_queues = queues(program)
+    for peer in sorted({queue.peer for queue in own_queues}):
         expected = {
             queue._replace(peer=peer, sent=not queue.sent): messages
             for queue, messages in queues(program_of(peer)).items()
             if queue.peer == rank
         }
-        own = {queue: messages for queue, messages in mine.items() if queue.peer == peer}
+        own = {queue: messages for queue, messages in own_queues.items() if queue.peer == peer}
         for queue in sorted({*own, *expected}):
             pairs = zip_longest(own.get(queue, ()), expected.get(queue, ()))
             odd = next(((k, here, there) for k, (here, there) in enumerate(pairs) if here != there), None)
@@ -85,7 +85,7 @@ def program_faults(
 
 def queues(program: StepProgram) -> dict[MessageQueue, list[Message]]:
     """Return all messages of a rank by queue, in the order in which they start."""
-    found: dict[MessageQueue, list[Message]] = {}
+    by_queue: dict[MessageQueue, list[Message]] = {}
     batches = chain(program.starts, *(step.starts for step in program.actions))
     passed_on = [number for step in program.actions for number in step.reads]
     for hop, numbers in ((1, chain.from_iterable(batches)), (2, passed_on)):
@@ -94,12 +94,12 @@ def queues(program: StepProgram) -> dict[MessageQueue, list[Message]]:
             for sent, messages in ((True, moved.sends), (False, moved.receives)):
                 for peer, rows in messages:
                     message = Message(one.backward, one.microbatches, rows.size)
-                    found.setdefault(MessageQueue(one.edge, hop, peer, sent), []).append(message)
-    return found
+                    by_queue.setdefault(MessageQueue(one.edge, hop, peer, sent), []).append(message)
+    return by_queue
 
 
 def _due(plan: StepPlan, graph: StageGraph, rank: int, one: RankTransfer) -> int:
-    """Rows that the plan brings to a rank in a transfer, or lets stay there."""
+    """Count the rows that the plan brings to a rank in a transfer, or leaves there."""
     (source, target), (p, t) = graph.edges[one.edge], one.microbatches
     stage, microbatch = (source, p) if one.backward else (target, t)
     within = source.module == target.module
@@ -118,7 +118,7 @@ def _due(plan: StepPlan, graph: StageGraph, rank: int, one: RankTransfer) -> int
 
 
 def _written(program: StepProgram, one: RankTransfer) -> Int64[np.ndarray, "rows"]:
-    """Output rows that a transfer writes, as often as it does."""
+    """Return the output rows that a transfer writes, each as often as it is written."""
     hops = (one.transfer.first, one.transfer.second)
     parts: list[Rows] = [one.transfer.local[1], *(rows for hop in hops for _, rows in hop.receives)]
     return np.concatenate(

@@ -1,23 +1,24 @@
-"""``compile_step``: one rank's part of a step, ready to run. Pure.
+"""Compile one rank's part of a step, ready to run (``compile_step``). Pure.
 
-A :class:`StepProgram` says, action by action, which transfers bring the rows that an action reads, which carry away
-what it makes, and when each starts. Nothing that follows from the plan is left to be computed between two kernels.
+A :class:`StepProgram` says, action by action, which transfers bring the rows that an action reads, which transfers
+carry away its output, and when each starts. Everything that follows from the plan is computed before the first kernel.
 
-When a transfer starts. All actions of a step start in one order (:attr:`Schedule.starts`) that every rank's list keeps
-to. Both sides start a transfer right after the action that makes its rows, in that order: the ranks that made them at
-once, the others before the first action of theirs that starts later. So the hosts of all ranks pass the step's actions
-and transfers in one order, and none can wait for what another one does after it, even if every send and every receive
-held up its host until the other side came. With NCCL, whose receives occupy the device until they are met, a step that
-runs at all runs to its end.
+Start of a transfer. All actions of a step start in one order (:attr:`Schedule.starts`) that every rank's list keeps to.
+Both sides start a transfer in that order, right after the action that makes its rows: the ranks that made them at once,
+all other ranks before their first action that starts later. So the hosts of all ranks pass the step's actions and
+transfers in one order, and no host can wait for later work of another, even if every send and every receive blocked its
+host until the other side came. With NCCL, whose receives occupy the device until they are met, a step that runs at all
+runs to its end.
 
-What starts as one batch. NCCL takes one send to and one receive from each peer at a time, and the next ones only then:
-in a batch of sends and of what others make later, a second send could wait for rows that are made from it. So a batch
-is what one action makes for one edge, which all ranks of the edge start at the same place in that order.
+Batches of transfers. NCCL takes one send to and one receive from each peer at a time, and the next ones only after
+that. In a batch that mixes sends with later output of other ranks, a second send could wait for rows that are made from
+it. So a batch is the output of one action for one edge, and all ranks of the edge start it at the same place in that
+order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,41 +50,41 @@ TransferBatch = tuple[int, ...]
 
 
 class RankTransfer(NamedTuple):
-    """One direction of one edge between one microbatch of each side, on one rank."""
+    """A transfer in one direction of one edge between one microbatch of each side, on one rank."""
 
     edge: int
-    """Number in :attr:`StageGraph.edges`."""
+    """Number of the edge in :attr:`StageGraph.edges`."""
     backward: bool
-    """Gradients travel, from the edge's target to its source."""
+    """Whether gradients travel, from the edge's target to its source."""
     microbatches: tuple[int, int]
-    """Of the edge's source and of its target."""
+    """Microbatches of the edge's source and of its target."""
     transfer: Transfer[Rows]
 
 
 class RankAction(NamedTuple):
-    """One action of one rank. Transfers are given by their numbers in the program."""
+    """An action of one rank. Transfers are given by their numbers in the program."""
 
     action: Action
     sources: tuple[Action, ...] = ()
-    """Whose rows or gradients it reads."""
+    """Actions whose rows or gradients it reads."""
     reads: tuple[int, ...] = ()
-    """Transfers that bring them."""
+    """Transfers that bring these rows or gradients."""
     slots: tuple[Rows | None, ...] = ()
-    """Of a module's first stage: which of its rows each of ``reads`` fills on this rank."""
+    """Rows that each of ``reads`` fills on this rank, in a module's first stage."""
     gives: tuple[int | None, ...] = ()
-    """Transfers of what it makes: the same rows to each reader (F), or the gradient of each of its forward's ``reads``
-    (B and I; None where nobody needs it)."""
+    """Transfers of its output: the same rows to each reader (F), or the gradient of each of its forward's ``reads`` (B
+    and I; None if nobody needs it)."""
     frees: tuple[int, ...] = ()
     """Transfers that are known to have arrived once ``reads`` have."""
     starts: tuple[TransferBatch, ...] = ()
     """Transfers that start after it, before the next action."""
     last: bool = False
-    """No later action of its stage makes gradients of weights."""
+    """Whether no later action of its stage makes gradients of weights."""
 
 
 @dataclass(frozen=True)
 class StepProgram:
-    """What one rank runs in one step."""
+    """A program: the actions and transfers of one rank in one step."""
 
     train: bool
     actions: tuple[RankAction, ...]
@@ -91,17 +92,17 @@ class StepProgram:
     starts: tuple[TransferBatch, ...] = ()
     """Transfers that start before the first action."""
     index: Int64[np.ndarray, "rows"] = field(default_factory=lambda: NO_INDEX, compare=False)
-    """The row numbers that :class:`Rows` of all transfers point to."""
+    """Row numbers to which :class:`Rows` of all transfers point."""
 
 
 @dataclass(frozen=True)
 class StepCompiler:
-    """Makes schedules and programs of a model's steps; a function of its arguments, the same on every rank.
+    """A compiler of schedules and programs of a model's steps, which are the same on every rank.
 
     Args:
-        graph: of all stages.
-        costs: of every stage.
-        config: with the schedule's name.
+        graph: graph of all stages.
+        costs: cost of every stage.
+        config: schedule options.
     """
 
     graph: StageGraph
@@ -109,7 +110,7 @@ class StepCompiler:
     config: ScheduleConfig
 
     def schedule(self, plan: StepPlan, *, train: bool) -> Schedule:
-        """The schedule of a step of this plan."""
+        """Return the schedule of a step of this plan."""
         costs = PlannedCosts(plan, self.graph, self.costs)
         return make_schedule(
             self.config.schedule,
@@ -119,20 +120,19 @@ class StepCompiler:
             train=train,
             max_in_flight=self.config.max_in_flight,
             fill=self.config.fill,
-            bubbles=costs.bubbles if self.config.tp_bubbles else None,
         )
 
     def program(self, plan: StepPlan, *, rank: int, train: bool) -> StepProgram:
-        """The program of one rank for a step of this plan."""
+        """Return the program of one rank for a step of this plan."""
         return compile_step(plan, self.schedule(plan, train=train), rank)
 
 
 def compile_step(plan: StepPlan, schedule: Schedule, rank: int) -> StepProgram:
-    """The program of one rank.
+    """Compile the program of one rank.
 
     Args:
-        plan: of the step.
-        schedule: made for the plan's work.
+        plan: plan of the step.
+        schedule: schedule made for the plan's work.
         rank: global rank.
     """
     return _Compiler(plan, schedule, rank).run()
@@ -177,7 +177,7 @@ class _Compiler:
         )
 
     def given(self, action: Action) -> tuple[int | None, ...]:
-        """Transfers of what an action makes that this rank has a part in."""
+        """Return the transfers of an action's output in which this rank takes part."""
         stage, microbatch = action.node, action.microbatch
         if action.kind == "F":
             readers = self.dependencies.readers(stage, microbatch)
@@ -191,7 +191,7 @@ class _Compiler:
         )
 
     def read(self, action: Action) -> RankAction:
-        """An action of this rank with what it reads."""
+        """Return an action of this rank with the transfers that it reads."""
         stage, microbatch = action.node, action.microbatch
         sources = self.dependencies.crossing(action)
         if action.kind == "F":
@@ -203,35 +203,35 @@ class _Compiler:
         return RankAction(action, sources, reads, frees=tuple(there for there, _ in numbers))
 
     def moves(self, number: int) -> bool:
-        """Whether a transfer has messages in its first hop."""
+        """Return whether a transfer has messages in its first hop."""
         first = self.transfers[number].transfer.first
         return bool(first.sends or first.receives)
 
     def batches(self, numbers: Iterable[int]) -> list[TransferBatch]:
-        """What one action makes, edge by edge."""
-        found: dict[int, list[int]] = {}
+        """Group the output transfers of one action by edge."""
+        by_edge: dict[int, list[int]] = {}
         for number in numbers:
-            found.setdefault(self.transfers[number].edge, []).append(number)
-        return [tuple(batch) for batch in found.values()]
+            by_edge.setdefault(self.transfers[number].edge, []).append(number)
+        return [tuple(batch) for batch in by_edge.values()]
 
     def number(self, edge: StageEdge, source: int, target: int) -> tuple[int, int | None]:
-        """Numbers of the transfers between two microbatches: of rows, and of their gradients where they are wanted."""
+        """Return the numbers of the transfers between two microbatches: rows, and their gradients if wanted."""
         key = (edge, source, target)
         if key not in self.numbers:
-            there, back, made = self.routed(edge, source, target), None, len(self.transfers)
+            there, back, count = self.routed(edge, source, target), None, len(self.transfers)
             self.transfers.append(
                 RankTransfer(self.edges[edge], False, (source, target), self.index.pack(there.forward))
             )
             if self.schedule.train and self.graph.stages[edge[0]].backward:
-                back = made + 1
+                back = count + 1
                 self.transfers.append(
                     RankTransfer(self.edges[edge], True, (source, target), self.index.pack(there.backward))
                 )
-            self.numbers[key] = (made, back)
+            self.numbers[key] = (count, back)
         return self.numbers[key]
 
     def routed(self, edge: StageEdge, p: int, t: int) -> Route:
-        """The route between microbatch ``p`` of an edge's source and ``t`` of its target."""
+        """Return the route between microbatch ``p`` of an edge's source and ``t`` of its target."""
         source, target = edge
         if source.module == target.module:
             return stage_route(self.side(source, p, inner=True), self.side(target, t, inner=True), self.rank)
@@ -239,7 +239,7 @@ class _Compiler:
         return route(blocks, self.side(source, p, inner=False), side, self.rank)
 
     def blocks(self, edge: StageEdge, p: int, t: int) -> EdgeBlocks:
-        """Runs of rows that leave or enter this rank's instances."""
+        """Return the runs of rows that leave or enter this rank's instances."""
         if edge not in self.runs:
             (source, target), stages = edge, self.graph.stages
             near = (
@@ -251,7 +251,9 @@ class _Compiler:
         return self.runs[edge].between(p, t)
 
     def filled(self, edge: StageEdge, p: int, t: int) -> Rows | None:
-        """Rows of this rank that an edge fills; None on ranks without the target and between stages of a module."""
+        """Return the rows of this rank that an edge fills; None without the target here, and between stages of a
+        module.
+        """
         source, target = edge
         side = self.side(target, t, inner=True)
         instance, part = side.seat(self.rank)
@@ -261,7 +263,7 @@ class _Compiler:
         return self.index.rows(rows, always=True)
 
     def side(self, stage_id: StageId, microbatch: int, *, inner: bool) -> Side:
-        """How rows lie on a stage's ranks: those inside the module, or those that cross its edges."""
+        """Return the placement of rows on a stage's ranks, inside the module (``inner``) or on its edges."""
         key = (stage_id.module, microbatch, inner)
         if key not in self.totals:
             self.totals[key] = self.plan.assignments[stage_id.module][microbatch].totals(inner=inner)
@@ -272,5 +274,50 @@ class _Compiler:
 
 
 def rows_on(stage: Stage, totals: Int64[np.ndarray, "instances"]) -> Side:
-    """How rows lie on a stage's ranks; ``totals``: rows of each instance."""
+    """Return the placement of rows on a stage's ranks; ``totals``: rows of each instance."""
     return Side(stage.grid, totals if stage.members is None else totals[stage.members], stage.row_sharding)
+
+
+class Traffic(NamedTuple):
+    """The bytes that move between ranks."""
+
+    within: float
+    """Between ranks of one node."""
+    between: float
+    """Between ranks of different nodes."""
+
+    def __add__(self, other: object) -> Traffic:
+        if not isinstance(other, Traffic):
+            return NotImplemented
+        return Traffic(self.within + other.within, self.between + other.between)
+
+    def times(self, factor: float) -> Traffic:
+        return Traffic(self.within * factor, self.between * factor)
+
+
+def sent(
+    rank: int,
+    program: StepProgram,
+    row_bytes: Sequence[int],
+    ranks_per_node: int,
+    edges: Collection[int] | None = None,
+) -> Traffic:
+    """Count the bytes that a rank sends in a step.
+
+    A row that a rank already has does not move; a replica set that lacks a row receives it once, and its members pass
+    their shares on (:mod:`hetero_strategy.boundary.route`).
+
+    Args:
+        program: step program of the rank.
+        row_bytes: bytes of a row on each edge.
+        ranks_per_node: ranks ``[k * n, (k + 1) * n)`` share a node.
+        edges: numbers of the counted edges; None: all.
+    """
+    traffic = Traffic(0.0, 0.0)
+    for one in program.transfers:
+        for hop in (one.transfer.first, one.transfer.second):
+            for peer, rows in hop.sends if edges is None or one.edge in edges else ():
+                size = float(rows.size * row_bytes[one.edge])
+                near = peer // ranks_per_node == rank // ranks_per_node
+                traffic += Traffic(size, 0.0) if near else Traffic(0.0, size)
+    return traffic

@@ -1,19 +1,18 @@
-"""From layouts and a step plan to what orders are built from: the graph of stages, a step's work, its costs. Pure."""
+"""Turn layouts and a step plan into the input of schedules: the graph of stages, a step's work, its costs. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 from jaxtyping import Float64, Num
 
 from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
 from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.plan.ahead import ahead, computing
 from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.schedule.action import Action, Kind, Span, Stage, StageGraph, StageId, StepWork
-from hetero_strategy.schedule.cohorts import in_cohorts
 
 
 def stage_graph(
@@ -25,39 +24,22 @@ def stage_graph(
     whole: Collection[str] = (),
     row_shardings: Mapping[str, RowSharding] | None = None,
     apart: Collection[str] = (),
-    early: Collection[str] = (),
-    islands: Mapping[str, np.ndarray] | None = None,
 ) -> StageGraph:
-    """All stages of all modules, and what some modules' first stages do for the next step.
+    """Make the graph of all stages of all modules.
 
     A frozen stage with something trainable upstream still carries gradients to it; one with nothing trainable upstream
     has no backward, and no gradients are sent to it.
 
     Args:
-        modules: in topological order.
+        modules: names of the modules in topological order.
         edges: (source, target) module names.
-        layouts: resolved.
+        layouts: resolved layouts.
         trains: whether a stage has a trainable parameter.
         gathered: stages whose parameters are gathered once per step.
         whole: modules whose backward is never divided.
-        row_shardings: of modules whose rows are not on every rank of an instance.
+        row_shardings: placement of rows, for modules whose rows are not on every rank of an instance.
         apart: modules whose instances act on their own where they share ranks with different stages.
-        early: modules whose first stage, with nothing trainable in it, also works for the next step.
-        islands: see :func:`~hetero_strategy.layout.islands.islands_of`.
-
-    Raises:
-        ConfigError: instances that act together are not equally many in all islands.
     """
-    once_more = {ahead(module): StageId(module, 0) for module in early}
-    if once_more:
-        layouts = {**layouts, **{name: layouts[of.module].first_stage() for name, of in once_more.items()}}
-        trains = {**trains, **{StageId(name, 0): False for name in once_more}}
-        gathered = {*gathered, *(StageId(name, 0) for name, of in once_more.items() if of in gathered)}
-        shared = row_shardings or {}
-        row_shardings = {**shared, **{n: shared.get(of.module, REPLICATED) for n, of in once_more.items()}}
-        known = islands or {}
-        islands = {**known, **{n: known[of.module] for n, of in once_more.items() if of.module in known}}
-        modules, apart = (*once_more, *modules), {*apart, *once_more}
     stages: dict[StageId, Stage] = {}
     between: list[tuple[StageId, StageId]] = []
     for module in modules:
@@ -70,31 +52,69 @@ def stage_graph(
             upstream = upstream or trains[node]
             grid = layout.stage_grid(number)
             sharding = (row_shardings or {}).get(module, REPLICATED)
-            own = (islands or {}).get(module)
-            stages[node] = Stage(grid, trains[node], upstream, node in gathered, module in whole, sharding, islands=own)
+            stages[node] = Stage(grid, trains[node], upstream, node in gathered, module in whole, sharding)
             if number:
                 between.append((StageId(module, number - 1), node))
-    graph = in_cohorts(StageGraph(stages, tuple(between), {m: layouts[m].pipeline for m in modules}), apart)
-    for stage in graph.stages.values():
-        stage.of_islands  # noqa: B018 (that there are such is checked)
-    return graph
+    return in_cohorts(StageGraph(stages, tuple(between), {m: layouts[m].pipeline for m in modules}), apart)
+
+
+def in_cohorts(graph: StageGraph, apart: Collection[str]) -> StageGraph:
+    """Split stages of some modules into cohorts of instances that share ranks with the same stages.
+
+    If a module shares its ranks with a pipeline, its instances lie on ranks that idle at different times. Nothing ties
+    instances within a step if their parameters are gathered once at its start and their gradients reduced once at its
+    end. Then instances on ranks of one pipeline stage act together, and those on other stages act at their own times
+    (Optimus, section 4.1, where every encoder has its own plan over the ranks of a language model's pipeline). A cohort
+    is a node of the stage graph like any other.
+
+    Args:
+        graph: graph in which all instances of a stage act together.
+        apart: modules whose instances nothing ties between UNSHARD and REDUCE; each has at least one cohort.
+    """
+    cohorts = {module: _cohorts(graph, module) for module in apart}
+    nodes: dict[StageId, tuple[StageId, ...]] = {}
+    stages: dict[StageId, Stage] = {}
+    for stage_id, stage in graph.stages.items():
+        members = cohorts.get(stage_id.module)
+        if members is None:
+            nodes[stage_id], stages[stage_id] = (stage_id,), stage
+            continue
+        nodes[stage_id] = tuple(stage_id._replace(cohort=k) for k in range(len(members)))
+        for node, own in zip(nodes[stage_id], members, strict=True):
+            stages[node] = replace(stage, grid=stage.grid[own], members=own)
+    edges: list[tuple[StageId, StageId]] = []
+    for source, target in graph.edges:
+        if source.module == target.module:
+            edges += zip(nodes[source], nodes[target], strict=True)
+        else:
+            edges += product(nodes[source], nodes[target])
+    return StageGraph(stages, tuple(edges), graph.pipelines)
+
+
+def _cohorts(graph: StageGraph, module: str) -> list[np.ndarray]:
+    """Group the instances of a module whose ranks host the same stages."""
+    hosted = np.zeros(1 + max(max(ranks) for ranks in graph.hosts.values()), dtype=np.int64)
+    for number, ranks in enumerate(graph.hosts.values()):
+        hosted[list(ranks)] = number
+    grids = [hosted[graph.stages[stage_id].grid].tolist() for stage_id in graph.nodes_of(module)]
+    instances: dict[tuple[frozenset[int], ...], list[int]] = {}
+    for instance, rows in enumerate(zip(*grids, strict=True)):
+        instances.setdefault(tuple(map(frozenset, rows)), []).append(instance)
+    return [np.array(members) for members in instances.values()]
 
 
 def work_of(plan: StepPlan, graph: StageGraph) -> StepWork:
-    """Which microbatches a step has, and between which of them rows flow."""
+    """Find the microbatches of a step, and the pairs of them between which rows flow."""
     spans = {
         module: tuple(
             Span(number, plan.assignments[module][number].first, plan.assignments[module][number].last)
             for number in plan.active(module)
         )
         for module in graph.pipelines
-        if module in plan.assignments
     }
     edges = dict.fromkeys((s.module, t.module) for s, t in graph.edges if s.module != t.module)
     idle: dict[StageId, frozenset[int]] = {}
-    for module in {*graph.apart} & {*spans}:
-        if computing(module) not in graph.apart:
-            continue  # in the next step all instances will look for what they computed
+    for module in graph.apart:
         units = np.array([np.diff(one.offsets) for one in plan.assignments[module]])  # [microbatches, instances]
         for nodes in graph.chains[module]:
             nothing = ~graph.stages[nodes[0]].own(units).any(axis=1)
@@ -104,20 +124,18 @@ def work_of(plan: StepPlan, graph: StageGraph) -> StepWork:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Forward FLOPs of a stage on each rank of an instance, as a function of the lengths of its sequences."""
+    """The forward FLOPs of a stage on each rank of an instance, as a function of the lengths of its sequences."""
 
     per_row: float
     per_pair: float
-    """Per square of a sequence's length."""
+    """FLOPs per square of a sequence's length."""
     recomputed: float = 0.0
     """Share of the forward that backward runs again."""
-    tp_bubbles: float = 0.0
-    """Share of its actions in which its ranks wait for tensor-parallel collectives."""
 
     def of(
         self, rows: Num[np.ndarray, "*instances"], squares: Num[np.ndarray, "*instances"]
     ) -> Float64[np.ndarray, "*instances"]:
-        """FLOPs of instances with so many rows and so large sums of squared lengths."""
+        """Return the FLOPs of instances, from their rows and sums of squared lengths."""
         return self.per_row * rows + self.per_pair * squares
 
 
@@ -127,10 +145,10 @@ def forward_times(
     squares: Float64[np.ndarray, "microbatches instances"],
     whole: Float64[np.ndarray, "microbatches instances"] | None,
 ) -> list[Float64[np.ndarray, "microbatches instances"]]:
-    """Time of the forward of every stage of a module, from the rows and the sums of squared lengths.
+    """Return the forward time of every stage of a module, from the rows and the sums of squared lengths.
 
     Args:
-        whole: time of the whole module, which its stages share in proportion to their FLOPs; None: the FLOPs are it.
+        whole: time of the whole module, which its stages share in proportion to their FLOPs; None: return the FLOPs.
     """
     flops = [stage.of(rows, squares) for stage in stages]
     if whole is None:
@@ -140,10 +158,10 @@ def forward_times(
 
 
 class PlannedCosts:
-    """Cost of every action on its slowest instance (of cohorts the mean), from a step plan: what orders are built with.
+    """The costs from which schedules are built: of every action on its slowest instance (in cohorts the mean), from a
+    step plan.
 
-    In the units of :attr:`StepPlan.loads`, measured costs and unequal speeds included; FLOPs of a rank where the plan
-    says no loads.
+    They have the unit of :attr:`StepPlan.loads`; without loads in the plan, they are FLOPs of a rank.
     """
 
     def __init__(self, plan: StepPlan, graph: StageGraph, stages: Mapping[StageId, StageCost]) -> None:
@@ -151,16 +169,13 @@ class PlannedCosts:
         self._stages = stages
         self._forward: dict[StageId, np.ndarray] = {}
         for module in graph.pipelines:
-            if module not in plan.assignments:
-                continue
             load = plan.loads.get(module)
             sizes = [sizes_of(plan, module, number) for number in range(len(plan.assignments[module]))]
             rows, squares = np.stack([r for r, _ in sizes]), np.stack([s for _, s in sizes])
-            of_stages = [stages[n] for n in graph.nodes_of(computing(module))]  # of which the first may run ahead
+            of_stages = [stages[n] for n in graph.nodes_of(module)]
             times = forward_times(of_stages, rows, squares, None if load is None else load.after)
-            times = [0.0 * x if plan.holds(module, number) else x for number, x in enumerate(times)]
             for nodes in graph.chains[module]:
-                self._forward.update((n, graph.stages[n].own(x)) for n, x in zip(nodes, times, strict=False))
+                self._forward.update((n, graph.stages[n].own(x)) for n, x in zip(nodes, times, strict=True))
         self._usual = {node: usual(node, found).tolist() for node, found in self._forward.items()}
 
     def __call__(self, action: Action) -> float:
@@ -169,27 +184,27 @@ class PlannedCosts:
         return self._usual[action.node][action.microbatch] * self._times(action)
 
     def of_instances(self, action: Action) -> Float64[np.ndarray, "instances"]:
-        """The same of every instance; not for UNSHARD and REDUCE."""
+        """Return the cost on every instance; not for UNSHARD and REDUCE."""
         return self._forward[action.node][action.microbatch] * self._times(action)
-
-    def bubbles(self, action: Action) -> float:
-        """Part of an action in which its ranks wait for tensor-parallel collectives."""
-        return self(action) * self._stages[action.node.all_instances].tp_bubbles
 
     def _times(self, action: Action) -> float:
         return forwards(action.kind, self._graph.stages[action.node], self._stages[action.node.all_instances])
 
 
 def usual(node: StageId, seconds: Float64[np.ndarray, "microbatches instances"]) -> Float64[np.ndarray, "microbatches"]:
-    """What orders take a node's actions for: the slowest instance, which the others wait for; of a cohort, whose
-    instances go on when they like and have even work over the step, the mean.
+    """Return the time that schedules assume for a node's actions.
+
+    It is the time of the slowest instance, for which all others wait; for a cohort, whose instances go on independently
+    and have even work over the step, the mean.
     """
     return seconds.max(axis=1, initial=0.0) if node.cohort < 0 else seconds.mean(axis=1)
 
 
 def forwards(kind: Kind, stage: Stage, cost: StageCost) -> float:
-    """How many forwards an action costs: a backward one for the gradient of the rows, one for the gradient of the
-    weights, where they train, and what of it is recomputed.
+    """Return the cost of an action in forwards.
+
+    A backward costs one forward for the gradient of the rows, one for the gradient of the weights if they train, and
+    the recomputed share.
     """
     if kind == "F":
         return 1
@@ -199,7 +214,7 @@ def forwards(kind: Kind, stage: Stage, cost: StageCost) -> float:
 def sizes_of(
     plan: StepPlan, module: str, number: int
 ) -> tuple[Float64[np.ndarray, "instances"], Float64[np.ndarray, "instances"]]:
-    """Rows and sums of squared lengths of every instance in one of the module's microbatches."""
+    """Return the rows and sums of squared lengths of every instance in one of the module's microbatches."""
     assignment = plan.assignments[module][number]
     inner_rows = assignment.inner_rows.astype(np.float64)
     bounds = assignment.offsets

@@ -1,13 +1,13 @@
-"""Programs of all modules put on their ranks, in one order of starts. Pure.
+"""Put the programs of all modules on their ranks, in one order of starts. Pure.
 
-A ready-only simulation: a program's next action starts when all it waits for is done and all its lanes are free.
-Whatever it starts, it cannot get stuck unless the programs themselves wait for each other in a circle, and the order
-of starts is one order that every lane follows.
+A ready-only simulation: a program's next action starts when all actions that it waits for are done and all its lanes
+are free. It cannot get stuck unless the programs themselves wait for each other in a circle, and every lane follows its
+one order of starts.
 
-Of several ready programs a lane takes a backward before a forward, and the one nearer to the sink first. Programs that
-fill come after all others, their forwards first where others wait for these, in the order of the microbatches that
-need them. Where a lane hosts an action that needs several lanes, what has waited longest comes first instead: such an
-action would never find all its lanes free otherwise. While it waits for them, a lane runs what ends in time.
+Of several ready programs a lane takes a backward before a forward, then the one nearest to the sink. Filling programs
+come after all others, their forwards first, in the order of the microbatches that need them. If a lane hosts an action
+that needs several lanes, the longest waiting action comes first instead: otherwise such an action would never find all
+its lanes free. While it waits for them, a lane runs only work that ends in time.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from heapq import heappop, heappush
 from hetero_strategy.schedule.action_index import ActionIndex
 
 Key = tuple[bool, float, int, int]
-"""What is less comes first: does it fill? If not: waiting since (where that counts), is it a forward, how far from the
-sink. If so: is it a backward or for the next step, the microbatch that needs it, how far from the source."""
+"""Sort key, smallest first: (fills). If it does not fill: time since when it waits (if that counts), forward, distance
+from the sink. If it fills: backward, the microbatch that needs it, distance from the source."""
 
 
 class Merge:
-    """The simulation.
+    """A simulation of a step that yields one order of starts.
 
     Args:
-        numbers: of the step.
-        programs: action numbers of each, all of nodes on the same lanes. Weight gradients that are in no program fill
+        numbers: numbering of the step's actions.
+        programs: action numbers of each program; its nodes share their lanes. Weight gradients in no program fill
             waits.
-        lanes: of each node (by its index).
-        caps: per node, microbatches that it may hold between F and the end of W, where W fills waits, or of B where the
+        lanes: lanes of each node, by its index.
+        caps: most microbatches that each node may hold: between F and the end of W if W fills waits, or of B if the
             program does.
-        late: programs that fill.
-        patience: share of an action that fills within which another program must be about to be ready for its lane to
-            wait for that one.
+        late: whether each program fills.
+        patience: share of a filling action's duration within which another program must become ready for its lane to
+            wait.
     """
 
     def __init__(
@@ -51,24 +51,22 @@ class Merge:
         self.programs = programs
         self.caps = caps
         self.late = late
-        # Programs that take no time of lanes, see ``schedule.beside``.
-        self.apart = [False] * len(programs) if numbers.bubbles is None else late
         self.patience = patience
         self.waits = numbers.waits.copy()
         self.node = numbers.node_of
         self.head = [0] * len(programs)
-        self.since = [-1.0] * len(programs)  # since when the head is ready; -1: it is not
+        self.since = [-1.0] * len(programs)  # time since when the head is ready; -1: it is not
         self.owner = [-1] * len(self.node)
         self.lanes = []
         for p, program in enumerate(programs):
             self.lanes.append(lanes[self.node[program[0]]])
             for number in program:
                 self.owner[number] = p
-        self.fills = [  # programs whose W are not in them and fill waits
+        self.fills = [  # programs whose W are in no program and fill waits
             any(numbers.split[self.node[a]] for a in p) and not any(a >= 2 * numbers.units for a in p) for p in programs
         ]
         self.weights: list[deque[int]] = [deque() for _ in programs]
-        self.held = [0] * len(numbers.nodes)  # microbatches, by node; read where there are caps
+        self.held = [0] * len(numbers.nodes)  # microbatches, by node; read if there are caps
         self.left = [  # actions not yet started, by node
             count * (1 + back + split)
             for count, back, split in zip(numbers.counts, numbers.backward, numbers.split, strict=True)
@@ -78,35 +76,32 @@ class Merge:
         for p, on in enumerate(self.lanes):
             for lane in on:
                 self.hosted.setdefault(lane, []).append(p)
-        wide = (on for on, apart in zip(self.lanes, self.apart, strict=True) if len(on) > 1 and not apart)
-        shared = {lane for on in wide for lane in on}
+        shared = {lane for on in self.lanes if len(on) > 1 for lane in on}
         self.aged = [any(lane in shared for lane in on) for on in self.lanes]
         self.until = dict.fromkeys(self.hosted, 0.0)
         self.busy = dict.fromkeys(self.hosted, False)
         self.events: list[tuple[float, int]] = []
         self.order: list[int] = []
         self.looks = any(self.fills) or patience > 0
-        self.expected = [0.0] * (2 * numbers.units)  # when the last started of what an action waits for ends
+        self.expected = [0.0] * (2 * numbers.units)  # end of the last started action that an action waits for
         self.now = 0.0
 
     def run(self) -> list[int] | None:
-        """Order in which actions start, which end at ``now``; None if the programs wait for each other in a circle."""
+        """Return the order in which actions start, which end at ``now``; None if programs wait for each other in a
+        circle.
+        """
         for p in range(len(self.programs)):
             self.arm(p)
         touched = set(self.hosted)
         events = self.events
         while True:
             self.start(touched)
-            while events and not self.over(*events[0]):
-                heappop(events)
             if not events:
                 break
             self.now = events[0][0]
             touched = set()
             while events and events[0][0] <= self.now:
-                time, number = heappop(events)
-                if self.over(time, number):
-                    self.end(number, touched)
+                self.end(heappop(events)[1], touched)
         done = all(h == len(p) for h, p in zip(self.head, self.programs, strict=True))
         return self.order if done and not any(self.weights) else None
 
@@ -116,21 +111,13 @@ class Merge:
         head = self.head[p]
         self.since[p] = self.now if head < len(program) and not self.waits[program[head]] else -1.0
 
-    def over(self, time: float, number: int) -> bool:
-        """Whether an action that was expected to end then does."""
-        return True
-
     def end(self, number: int, touched: set[int]) -> None:
-        """End an action, and add to ``touched`` the lanes on which something may start now."""
-        for lane in self.lanes[self.owner[number]]:
-            self.busy[lane] = False
-        self.ended(number, touched)
-
-    def ended(self, number: int, touched: set[int]) -> None:
-        """Let start what waits for an action."""
+        """End an action, and add the lanes on which another may start now to ``touched``."""
         numbers = self.numbers
         units = numbers.units
         p = self.owner[number]
+        for lane in self.lanes[p]:
+            self.busy[lane] = False
         if number < 2 * units:
             for later in numbers.after[number]:
                 self.waits[later] -= 1
@@ -148,9 +135,9 @@ class Merge:
             self.arm(p)
 
     def start(self, touched: set[int]) -> None:
-        """Start all that may start on some lanes now."""
+        """Start every action that may start on some lanes now."""
         hosted, free = self.hosted, [lane for lane in touched if not self.busy[lane]]
-        ready = {p for lane in free for p in hosted[lane] if self.since[p] >= 0 and not self.apart[p]}
+        ready = {p for lane in free for p in hosted[lane] if self.since[p] >= 0}
         kept: dict[int, float] = {}
         for _, p in sorted((self.key(p), p) for p in ready) if len(ready) > 1 else [(None, p) for p in ready]:
             number = self.programs[p][self.head[p]]
@@ -167,7 +154,6 @@ class Merge:
                 for p in self.hosted[lane]:
                     if (
                         self.weights[p]
-                        and not self.apart[p]
                         and not self.soon(self.weights[p][0], lane, 0.5)
                         and self.place(p, self.weights[p][0], kept, keep=False)
                     ):
@@ -175,13 +161,14 @@ class Merge:
                         break
 
     def capped(self, p: int, number: int) -> bool:
-        """Whether a forward has to wait until its node holds fewer microbatches."""
+        """Return whether a forward has to wait until its node holds fewer microbatches."""
         bounded = number < self.numbers.units and (self.fills[p] or self.late[p])
         return bounded and self.held[self.node[number]] >= self.caps[self.node[number]]
 
     def soon(self, number: int, lane: int, share: float) -> bool:
-        """Whether a lane should wait for a head that is ready within this share of an action that would fill the wait;
-        half of it: whether it loses less by that.
+        """Return whether a lane should wait for a head that becomes ready soon, instead of starting a filling action.
+
+        Soon is within ``share`` of the action's duration; with half of it, waiting costs less.
         """
         until = self.now + self.numbers.durations[number] * share
         for q in self.hosted[lane]:
@@ -196,12 +183,11 @@ class Merge:
         number = self.programs[p][self.head[p]]
         node, units = self.node[number], self.numbers.units
         if self.late[p]:
-            later = number >= units or not self.numbers.after[number]
-            return (True, later, self.numbers.needed[number % units], node)
+            return (True, number >= units, self.numbers.needed[number % units], node)
         return (False, self.since[p] if self.aged[p] else 0.0, number < units, -node)
 
     def place(self, p: int, number: int, kept: dict[int, float], *, keep: bool = True) -> bool:
-        """Start an action if its lanes are free; else, if asked, keep them for it."""
+        """Start an action if its lanes are free; otherwise, if ``keep``, reserve them for it."""
         numbers, lanes = self.numbers, self.lanes[p]
         node = self.node[number]
         length = numbers.durations[number]

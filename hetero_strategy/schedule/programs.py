@@ -1,4 +1,4 @@
-"""Orders of one module on one of its pipeline ranks: what it does first, second, ... whenever it may. Pure.
+"""Programs of one module on one of its pipeline ranks: the order of its work, whenever each part may run. Pure.
 
 A program is a list of (kind, stage, place): kind ``FORWARD``, ``BACKWARD`` (B, or I where split) or ``WEIGHT``; place
 counts the module's microbatches of the step. Sources: GPipe (Huang et al. 2019); 1F1B (PipeDream-Flush, Narayanan et
@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from hetero_strategy.errors import ScheduleError
-from hetero_strategy.layout.pipeline import Pipeline
+from hetero_strategy.layout.spec import Pipeline
 
 FORWARD, BACKWARD, WEIGHT = 0, 1, 2
 Op = tuple[int, int, int]
@@ -24,11 +24,11 @@ RankProgram = tuple[Op, ...]
 def paired(
     forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], leads: Sequence[int]
 ) -> RankProgram:
-    """Forwards and backwards in their own orders; before backward ``k`` come ``leads[k]`` forwards.
+    """Merge forwards and backwards, each in its own order; before backward ``k`` come ``leads[k]`` forwards.
 
     Args:
         forwards, backwards: (stage, place).
-        leads: as many as there are backwards, not falling.
+        leads: one number for each backward, not falling.
     """
     program: list[Op] = []
     done = 0
@@ -40,37 +40,37 @@ def paired(
 
 
 def one_forward_one_backward(stage: int, leads: Sequence[int]) -> RankProgram:
-    """One stage on a rank; ``leads[j]`` forwards come before the backward of microbatch ``j``."""
+    """Order one stage on a rank; ``leads[j]`` forwards come before the backward of microbatch ``j``."""
     units = [(stage, j) for j in range(len(leads))]
     return paired(units, units, leads)
 
 
 @lru_cache(256)
 def gpipe(stages: tuple[int, ...], count: int) -> RankProgram:
-    """All forwards, stage after stage, then all backwards."""
+    """Order all forwards, stage after stage, then all backwards."""
     forwards = tuple((FORWARD, s, j) for s in stages for j in range(count))
     return forwards + tuple((BACKWARD, s, j) for s in reversed(stages) for j in range(count))
 
 
 @lru_cache(256)
 def forwards(pipeline: Pipeline, rank: int, count: int) -> RankProgram:
-    """Forwards alone."""
+    """Order forwards alone."""
     if pipeline.style != "v":
         sizes = _groupings(pipeline.pp, count)[-1] if pipeline.style == "loop" else [1] * count
         return tuple((FORWARD, *f) for f in _grouped(pipeline.stages_of(rank), sizes))
-    # A forward of stage s cannot start before time s + j: by that time, and of two at once the later stage.
+    # A forward of stage s cannot start before time s + j: sort by that time, the later stage first.
     units = sorted((s + j, -s, s, j) for s in pipeline.stages_of(rank) for j in range(count))
     return tuple((FORWARD, s, j) for _, _, s, j in units)
 
 
 def _grouped(stages: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Groups of microbatches, each through all these stages."""
+    """Order groups of microbatches, each through all these stages."""
     starts = [0, *accumulate(sizes)]
     return [(stage, j) for a, b in pairwise(starts) for stage in stages for j in range(a, b)]
 
 
 def _groupings(pp: int, count: int) -> list[list[int]]:
-    """Sizes of groups worth a try: ``pp`` each where that divides, else a smaller last group, or equal larger ones."""
+    """Return group sizes worth a try: ``pp`` each if that divides, else a smaller last group, or equal larger ones."""
     full, rest = divmod(count, pp)
     if not rest or not full:
         return [[pp] * full or [count]]
@@ -80,15 +80,15 @@ def _groupings(pp: int, count: int) -> list[list[int]]:
 
 @lru_cache(64)
 def interleaved(pipeline: Pipeline, count: int, more: int, needs: tuple[int, ...]) -> tuple[RankProgram, ...]:
-    """Interleaved 1F1B, one program per pipeline rank.
+    """Order by interleaved 1F1B, one program per pipeline rank.
 
     Args:
-        pipeline: in loop style.
-        count: microbatches, any number: where ``pp`` does not divide it, the grouping that takes less time is taken.
-        more: forwards added to every warm-up, for stages of other modules that follow.
-        needs: forwards of the last stage that must come before each of its backwards.
+        pipeline: pipeline in loop style.
+        count: number of microbatches; if ``pp`` does not divide it, the grouping that takes less time is used.
+        more: number of forwards added to every warm-up, for stages of other modules that follow.
+        needs: number of forwards of the last stage that must come before each of its backwards.
 
-    Warm-ups are ``2 (pp - rank - 1) + (vpp - 1) group + more`` forwards, or what ``needs`` asks for.
+    Warm-ups are ``2 (pp - rank - 1) + (vpp - 1) group + more`` forwards, or more if ``needs`` asks for it.
     """
     pp, last = pipeline.pp, pipeline.stages - 1
     total = count * pipeline.vpp
@@ -111,31 +111,25 @@ def interleaved(pipeline: Pipeline, count: int, more: int, needs: tuple[int, ...
 
 @lru_cache(64)
 def zbv(pipeline: Pipeline, count: int, more: int, needs: tuple[int, ...]) -> tuple[RankProgram, ...]:
-    """ZBV, one program per pipeline rank: two stages on each, the first and the last stage on rank 0.
+    """Order by ZBV, one program per pipeline rank: two stages on each, the first and the last stage on rank 0.
 
     Args:
-        pipeline: in v style with two stages per rank.
-        count: microbatches, any number.
-        more, needs: as for :func:`interleaved`.
+        pipeline: pipeline in v style with two stages per rank.
+        count: number of microbatches.
+        more, needs: see :func:`interleaved`.
     """
     pp, last = pipeline.pp, pipeline.stages - 1
     programs = tuple(
         tuple((kind, (rank, 2 * pp - 1 - rank)[chunk], j) for kind, chunk, j in _zbv(pp, rank, count) if j < count)
         for rank in range(pp)
     )
-    forwards = [op[1:] for op in programs[0] if op[0] == FORWARD]
-    seen = 0
-    for kind, stage, j in programs[0]:
-        if kind == FORWARD:
-            seen += 1
-        elif kind == BACKWARD and stage == last:
-            more = max(more, forwards.index((last, needs[j] - 1)) + 1 - seen)
+    more = max(more, missing(programs[0], last, needs))
     return tuple(sooner(p, more) for p in programs) if more else programs
 
 
 def _zbv(pp: int, rank: int, count: int) -> list[Op]:
-    """(kind, chunk, place); some places lie beyond ``count``."""
-    count = max(2 * pp - 1, count)  # as many as fill the pipeline
+    """Return (kind, chunk, place); some places lie beyond ``count``."""
+    count = max(2 * pp - 1, count)  # at least enough to fill the pipeline
     done = [[0, 0, 0], [0, 0, 0]]
     ops: list[Op] = []
 
@@ -168,7 +162,7 @@ def _zbv(pp: int, rank: int, count: int) -> list[Op]:
 
 
 def duration(pipeline: Pipeline, programs: Sequence[RankProgram]) -> int | None:
-    """Time of one module's programs alone, with forwards of 1 and backwards of 2; ``None`` if they never end."""
+    """Return the time of one module's programs alone, with forwards of 1 and backwards of 2; None if they never end."""
     ends: dict[Op, int] = {}
     heads = [0] * len(programs)
     free = [0] * len(programs)
@@ -192,17 +186,13 @@ def duration(pipeline: Pipeline, programs: Sequence[RankProgram]) -> int | None:
 
 
 def virtual(pipeline: Pipeline, count: int, more: int, needs: tuple[int, ...]) -> tuple[RankProgram, ...]:
-    """:func:`zbv` or :func:`interleaved`, by the pipeline's style."""
+    """Call :func:`zbv` or :func:`interleaved`, by the pipeline's style."""
     return (zbv if pipeline.style == "v" else interleaved)(pipeline, count, more, needs)
 
 
 @lru_cache(64)
 def windowed(pipeline: Pipeline, needs: tuple[int, ...], bound: int, module: str) -> tuple[RankProgram, ...]:
-    """:func:`virtual` of ``bound`` microbatches after another as often as needed.
-
-    Raises:
-        ScheduleError: a backward needs a forward of the next window.
-    """
+    """Call :func:`virtual` for ``bound`` microbatches at a time, as often as needed."""
     count = len(needs)
     joined: list[list[Op]] = [[] for _ in range(pipeline.pp)]
     for start in range(0, count, bound):
@@ -220,7 +210,7 @@ def windowed(pipeline: Pipeline, needs: tuple[int, ...], bound: int, module: str
 
 
 def leads_of(program: RankProgram, stage: int) -> list[int]:
-    """Forwards of a stage before each of its backwards, in order."""
+    """Count the forwards of a stage before each of its backwards, in order."""
     leads, done = [], 0
     for kind, s, _ in program:
         if s == stage:
@@ -232,7 +222,7 @@ def leads_of(program: RankProgram, stage: int) -> list[int]:
 
 
 def held(program: Sequence[Op]) -> int:
-    """Most microbatches that one stage holds, from F until W, or B in a program without W."""
+    """Return the most microbatches that one stage holds, from F until W, or B in a program without W."""
     closing = WEIGHT if any(kind == WEIGHT for kind, _, _ in program) else BACKWARD
     now: dict[int, int] = {}
     most = 0
@@ -245,8 +235,20 @@ def held(program: Sequence[Op]) -> int:
     return most
 
 
+def missing(program: RankProgram, last: int, needs: Sequence[int]) -> int:
+    """Return by how many forwards a rank is late, if ``needs[j]`` must come before backward ``j`` of stage ``last``."""
+    forwards = [op[1:] for op in program if op[0] == FORWARD]
+    seen = late = 0
+    for kind, stage, j in program:
+        if kind == FORWARD:
+            seen += 1
+        elif kind == BACKWARD and stage == last:
+            late = max(late, forwards.index((last, needs[j] - 1)) + 1 - seen)
+    return late
+
+
 def sooner(program: RankProgram, by: int) -> RankProgram:
-    """The same with every forward ``by`` forwards earlier, as far as there are so many."""
+    """Move every forward ``by`` forwards earlier, if there are so many before it."""
     forwards = [op for op in program if op[0] == FORWARD]
     ops: list[Op] = []
     seen = placed = 0

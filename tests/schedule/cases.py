@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from hetero_strategy.layout.pipeline import Pipeline
+from hetero_strategy.layout.spec import Pipeline
 from hetero_strategy.schedule.action import Action, Schedule, Span, Stage, StageGraph, StageId, StepWork
-from hetero_strategy.schedule.cohorts import in_cohorts
+from hetero_strategy.schedule.graph import in_cohorts
+from hetero_strategy.schedule.policies import schedule_policy
 
 
 class Module(NamedTuple):
@@ -108,7 +109,7 @@ def damaged(schedule: Schedule, lane: int, actions: Iterable[Action]) -> Schedul
     """With another list in one lane."""
     lanes = list(schedule.lanes)
     lanes[lane] = replace(lanes[lane], actions=tuple(actions))
-    return replace(schedule, lanes=tuple(lanes), known_starts=None)
+    return replace(schedule, lanes=tuple(lanes))
 
 
 @st.composite
@@ -157,8 +158,9 @@ def cases(draw: st.DrawFn, schedule: str, most: int = 9) -> tuple[StageGraph, St
     modules: dict[str, Module] = {}
     edges: list[tuple[str, str]] = []
 
-    interleaves = schedule == "interleaved_1f1b" or (schedule in ("gpipe", "sequential") and draw(st.booleans()))
-    vpp = draw(st.integers(2, 3)) if interleaves else 2 if schedule == "zbv" else 1
+    virtual = schedule_policy(schedule).virtual
+    interleaves = virtual == "loop" or (virtual == "any" and draw(st.booleans()))
+    vpp = draw(st.integers(2, 3)) if interleaves else 2 if virtual == "v" else 1
     step = tuple(Span(i, i, i) for i in range(count))
     microbatches = {"llm": step}
     feeds: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {}
@@ -172,7 +174,7 @@ def cases(draw: st.DrawFn, schedule: str, most: int = 9) -> tuple[StageGraph, St
         edges.append((name, "llm"))
         spans, fed = draw(units(count, step))
         microbatches[name], feeds[name, "llm"] = tuple(spans), tuple(fed)
-    modules["llm"] = draw(drawn(world, draw(st.integers(1, 4)), vpp, "v" if schedule == "zbv" else "loop"))
+    modules["llm"] = draw(drawn(world, draw(st.integers(1, 4)), vpp, "v" if virtual == "v" else "loop"))
     if draw(st.booleans()):
         pp = draw(st.integers(1, 2))
         if pp == 1 and draw(st.booleans()):

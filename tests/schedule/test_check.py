@@ -1,4 +1,4 @@
-"""Damaged schedules are refused, each kind of fault by its own words."""
+"""Damaged schedules are refused, each kind of fault by its own words; schedules as text."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def test_random_damage_to_one_rank_of_several_is_refused(mixed: Schedule) -> Non
         actions[i], actions[k] = actions[k], actions[i]
         try:
             check(damaged(mixed, lane, actions))
-        except ScheduleError:
-            refused += 1
+        except ScheduleError as error:
+            refused += " starts before " not in str(error)  # ``starts`` stays as it was; other checks must notice
     assert refused > 150
 
 
@@ -162,4 +162,32 @@ def test_starts_keep_to_every_list_and_to_what_actions_need() -> None:
         (Action("F", LLM1, 0), r"llm\.1 F0 starts before llm\.0 F0, which it needs"),
     ):
         with pytest.raises(ScheduleError, match=said):
-            check(replace(schedule, known_starts=(action, *(a for a in schedule.starts if a != action))))
+            check(replace(schedule, starts=(action, *(a for a in schedule.starts if a != action))))
+
+
+def test_a_grid() -> None:
+    assert make_schedule("1f1b", chain(2), work(2)).grid().splitlines() == [
+        "rank 0        rank 1",
+        "0F0",
+        "0F1           1F0",
+        "              1B0",
+        "0B0           1F1",
+        "              1B1",
+        "0B1           1REDUCE_GRAD",
+        "0REDUCE_GRAD",
+    ]
+
+
+def test_a_grid_of_wrong_starts_is_refused() -> None:
+    schedule = make_schedule("1f1b", chain(2), work(2))
+    reversed_starts, without_last = schedule.starts[::-1], schedule.starts[:-1]
+    for starts, said in ((reversed_starts, "starts before"), (without_last, "starts names 9 actions, the step has 10")):
+        with pytest.raises(ScheduleError, match=said):
+            replace(schedule, starts=starts).grid()
+    forwards = tuple(replace(lane, actions=lane.actions[:1]) for lane in schedule.lanes)[1:]
+    with pytest.raises(ScheduleError, match=r"llm\.1 F0 needs llm\.0 F0, which no rank runs"):
+        replace(schedule, lanes=forwards, starts=forwards[0].actions).grid()
+
+
+def test_a_line_per_rank() -> None:
+    assert make_schedule("zb_h1", chain(2), work(2)).to_csv() == "0F0,0F1,0B0,0B1\n1F0,1I0,1F1,1I1,1W0,1W1\n"

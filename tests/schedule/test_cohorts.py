@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hetero_strategy.errors import ConfigError, ScheduleError
-from hetero_strategy.layout.placement import place
-from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.layout.spec import ModuleLayout, place
 from hetero_strategy.schedule.action import Action, Schedule, Span, StageGraph, StageId, StepWork
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
@@ -92,9 +91,9 @@ def test_instances_of_several_ranks_run_ahead_while_their_ranks_idle() -> None:
     assert makespan(make_schedule("1f1b", stages(*layouts), steps, cost), cost) < 1.15 * 69
 
 
-def test_coarse_is_around_the_pipeline() -> None:
+def test_decoupled_is_around_the_pipeline() -> None:
     graph = stages(ModuleLayout(range(4), dp_shard=4), ModuleLayout(range(4), pp=4))
-    schedule = make_schedule("1f1b", graph, work(8, "vision", "llm", edges=EDGES), costs(0.2), fill="coarse")
+    schedule = make_schedule("1f1b", graph, work(8, "vision", "llm", edges=EDGES), costs(0.2), fill="decoupled")
     check(schedule)
     for rank in range(4):
         text = "".join(
@@ -102,7 +101,7 @@ def test_coarse_is_around_the_pipeline() -> None:
         )
         assert re.fullmatch("f{8}[FB]{16}b{8}", text)
     with pytest.raises(ScheduleError, match="holds all microbatches of vision, max_in_flight allows 3: raise"):
-        make_schedule("1f1b", graph, schedule.work, max_in_flight={"vision": 3}, fill="coarse")
+        make_schedule("1f1b", graph, schedule.work, max_in_flight={"vision": 3}, fill="decoupled")
     bounded = make_schedule("1f1b", graph, schedule.work, costs(0.2), max_in_flight={"vision": 5})
     assert max(held for node, held in bounded.in_flight.items() if node.module == "vision") == 5
 
@@ -128,7 +127,7 @@ def test_sums_of_pieces_travel_beside_the_last_backwards() -> None:
     """The REDUCE of a piece comes as soon as all cohorts have its gradients, not when the last piece is done."""
     graph = stages(ModuleLayout(range(4), dp_shard=4), ModuleLayout(range(4), pp=4), pieces=3)
     steps = in_turn(graph, work(8, "vision", "llm", edges=EDGES))
-    for fill in ("fine", "coarse", "search"):
+    for fill in ("fine", "decoupled"):
         schedule = make_schedule("1f1b", graph, steps, costs(0.8), fill=fill)
         check(schedule)
         place = {action: k for k, action in enumerate(schedule.starts)}
@@ -215,7 +214,7 @@ def test_a_plan_brings_no_filling_that_other_options_refuse() -> None:
         assert all(getattr(merged, name) == value for name, value in asked.items())
 
 
-def test_coarse_where_what_fills_waits_for_what_does_not_is_refused_with_a_way_out() -> None:
+def test_decoupled_where_what_fills_waits_for_what_does_not_is_refused_with_a_way_out() -> None:
     """An encoder with virtual stages feeds one that fills, on the ranks of both."""
     names, edges = ("vision", "reader", "llm"), [("vision", "reader"), ("reader", "llm")]
     piped = ModuleLayout((0, 1), pp=2, vpp=2)
@@ -225,5 +224,5 @@ def test_coarse_where_what_fills_waits_for_what_does_not_is_refused_with_a_way_o
     step = StepWork({n: tuple(Span(i, i, i) for i in range(4)) for n in names},
                     {edge: tuple((i, i) for i in range(4)) for edge in edges})  # fmt: skip
     assert make_schedule("interleaved_1f1b", made, step, fill="fine").starts
-    with pytest.raises(ScheduleError, match=r"fill='coarse' runs reader around the pipeline.*use fill='fine'"):
-        make_schedule("interleaved_1f1b", made, step, fill="coarse")
+    with pytest.raises(ScheduleError, match=r"fill='decoupled' runs reader around the pipeline.*use fill='fine'"):
+        make_schedule("interleaved_1f1b", made, step, fill="decoupled")

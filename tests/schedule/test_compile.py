@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from hetero_strategy.errors import LayoutError, ScheduleError
 from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.layout.row_sharding import RowSharding
-from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.plan.plan_step import plan_step
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan
 from hetero_strategy.schedule.action import Schedule, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
 from hetero_strategy.schedule.compile import StepProgram, TransferBatch, compile_step
 from hetero_strategy.schedule.graph import stage_graph, work_of
-from hetero_strategy.schedule.policies import schedules
+from hetero_strategy.schedule.policies import schedule_policy, schedules
 
 EDGES = (("vision", "llm"), ("audio", "llm"), ("llm", "draw"))
 
@@ -125,7 +125,8 @@ def run(ranks: Sequence[list[Event]]) -> list[str]:
 
 @st.composite
 def steps(draw: st.DrawFn, schedule: str) -> tuple[StepPlan, Schedule, int]:
-    virtual = schedule in ("interleaved_1f1b", "zbv")
+    style = schedule_policy(schedule).virtual
+    virtual = style in ("loop", "v")
     world = draw(st.integers(2, 6))
 
     def layout(*, piped: bool = False, virtual: bool = False) -> ModuleLayout:
@@ -134,8 +135,8 @@ def steps(draw: st.DrawFn, schedule: str) -> tuple[StepPlan, Schedule, int]:
         divisors = [d for d in range(2 if virtual else 1, count + 1) if count % d == 0]
         pp = draw(st.sampled_from(divisors)) if piped else 1
         tp = draw(st.sampled_from([d for d in (1, 2) if count // pp % d == 0]))
-        style = "v" if schedule == "zbv" and virtual else "loop"
-        return ModuleLayout(ranks=ranks, pp=pp, tp=tp, vpp=2 if virtual else 1, pp_style=style)
+        own = "v" if style == "v" and virtual else "loop"
+        return ModuleLayout(ranks=ranks, pp=pp, tp=tp, vpp=2 if virtual else 1, pp_style=own)
 
     layouts = {"vision": layout(piped=not virtual), "llm": layout(piped=True, virtual=virtual)}
     for name in ("audio", "draw"):
@@ -148,6 +149,7 @@ def steps(draw: st.DrawFn, schedule: str) -> tuple[StepPlan, Schedule, int]:
     return planned(layouts, schedule, count, seed=draw(st.integers(0, 99)), frozen=frozen, vision=rows)
 
 
+@pytest.mark.full_cases("1f1b", "interleaved_1f1b", "sequential", "zb_h1")
 @pytest.mark.parametrize("schedule", schedules())
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
@@ -253,10 +255,9 @@ def test_starts_that_lists_do_not_keep_to_are_refused() -> None:
     wrong = list(made.starts)
     wrong[0], wrong[1] = wrong[1], wrong[0]
     with pytest.raises(ScheduleError, match="starts before"):
-        check(replace(made, known_starts=tuple(wrong)))
+        check(replace(made, starts=tuple(wrong)))
     with pytest.raises(ScheduleError, match="starts names 3 actions"):
-        check(replace(made, known_starts=made.starts[:3]))
-    check(replace(made, known_starts=None))
+        check(replace(made, starts=made.starts[:3]))
 
 
 @pytest.mark.parametrize("train", [True, False])
