@@ -35,8 +35,8 @@ from hetero_strategy.plan.step_plan import EdgeBlocks
 
 
 class Rows(NamedTuple):
-    """Row numbers: consecutive from ``first``, or, where ``at`` is not -1, ``size`` numbers of an index array that all
-    transfers of a step share, from ``at`` on.
+    """A set of row numbers: ``size`` consecutive ones from ``first``, or, if ``at`` is not -1, ``size`` numbers from
+    ``at`` on of an index array that all transfers of a step share.
     """
 
     first: int
@@ -45,12 +45,12 @@ class Rows(NamedTuple):
 
 
 R = TypeVar("R", np.ndarray, Rows)
-"""How row numbers of one rank's tensor are written: int64 ``[rows]`` as routes are made, :class:`Rows` once packed."""
+"""Representation of one rank's row numbers: int64 ``[rows]`` while routes are made, :class:`Rows` once packed."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """How the rows of one module lie on its ranks, at one edge: global ranks and number of rows of each instance.
+    """A module's rows on its ranks at one edge: global ranks and number of rows of each instance.
 
     By default every rank of an instance has all of its rows.
 
@@ -72,21 +72,21 @@ class Side:
             )
 
     def seat(self, rank: int) -> tuple[int, int]:
-        """(instance, part of its rows) of a rank; (-1, -1) where it has none."""
+        """Return (instance, part of its rows) of a rank; (-1, -1) if the rank is on no instance."""
         places = np.argwhere(self.instances == rank)
         if not len(places):
             return -1, -1
         return int(places[0, 0]), self.sharding.part_of(int(places[0, 1]), self.instances.shape[1])
 
     def rows_on(self, rank: int) -> int:
-        """Rows of the side's module that the rank has at this edge."""
+        """Return the number of the module's rows on the rank at this edge."""
         instance, _ = self.seat(rank)
         return 0 if instance < 0 else self.sharding.rows(int(self.totals[instance]))
 
 
 @dataclass(frozen=True)
 class Hop(Generic[R]):
-    """Messages of one rank: peers ascending, row numbers in the order in which they travel."""
+    """The messages of one rank: peers ascending, row numbers in the order of travel."""
 
     sends: tuple[tuple[int, R], ...] = ()
     receives: tuple[tuple[int, R], ...] = ()
@@ -98,52 +98,52 @@ class Hop(Generic[R]):
 
 @dataclass(frozen=True)
 class Transfer(Generic[R]):
-    """One direction of a route as one rank runs it: ``inputs`` rows become ``outputs`` rows."""
+    """A direction of a route as one rank runs it: ``inputs`` rows become ``outputs`` rows."""
 
     inputs: int
     outputs: int
     local: tuple[R, R]
-    """Rows that stay: (row of the input, row of the output)."""
+    """Rows that stay on the rank: (row of the input, row of the output)."""
     first: Hop[R] = field(default_factory=Hop)
-    """Reads the input, writes the output."""
+    """First hop: reads the input, writes the output."""
     second: Hop[R] = field(default_factory=Hop)
-    """Reads the output after the first hop, writes the output."""
+    """Second hop: reads the output after the first hop, writes the output."""
 
     @property
     def rows_sent(self) -> int:
-        """Rows this rank sends to other ranks."""
+        """Return the number of rows that this rank sends to other ranks."""
         return self.first.rows_sent + self.second.rows_sent
 
     @cached_property
     def is_identity(self) -> bool:
-        """Every row stays where it is: the output is the input, without a copy."""
+        """Return whether every row stays in place, so that the output is the input, without a copy."""
         whole = _count(self.local[0]) == self.inputs == self.outputs
         return whole and not self.rows_sent and all(_first(rows) == 0 for rows in self.local)
 
     @cached_property
     def is_complete(self) -> bool:
-        """Every output row is written."""
+        """Return whether every output row is written."""
         arrived = sum(_count(rows) for hop in (self.first, self.second) for _, rows in hop.receives)
         return _count(self.local[0]) + arrived == self.outputs
 
 
 @dataclass(frozen=True)
 class Route:
-    """Both directions of one edge in one microbatch, as one rank runs them."""
+    """The two directions of one edge in one microbatch, as one rank runs them."""
 
     forward: Transfer[np.ndarray]
     backward: Transfer[np.ndarray]
 
 
 class RowIndex:
-    """Collects the row numbers of a step's transfers in one array, consecutive ones as their first and their count."""
+    """A collector of the row numbers of a step's transfers in one array; consecutive numbers need no place in it."""
 
     def __init__(self) -> None:
         self._parts: list[np.ndarray] = []
         self._size = 0
 
     def rows(self, numbers: Int64[np.ndarray, "rows"], *, always: bool = False) -> Rows:
-        """The same rows; ``always``: in the array, even if they are consecutive."""
+        """Pack row numbers; ``always``: store them in the array, even if they are consecutive."""
         first = None if always else _first(numbers)
         if first is not None:
             return Rows(first, len(numbers))
@@ -152,31 +152,31 @@ class RowIndex:
         return Rows(0, len(numbers), self._size - len(numbers))
 
     def pack(self, transfer: Transfer[np.ndarray]) -> Transfer[Rows]:
-        """The same transfer."""
+        """Pack the row numbers of a transfer."""
         hops = (
             Hop(*(tuple((peer, self.rows(rows)) for peer, rows in way) for way in (hop.sends, hop.receives)))
             for hop in (transfer.first, transfer.second)
         )
         local = (self.rows(transfer.local[0]), self.rows(transfer.local[1]))
         packed = Transfer(transfer.inputs, transfer.outputs, local, *hops)
-        packed.is_identity, packed.is_complete  # noqa: B018 - known from now on, and not first between two kernels
+        packed.is_identity, packed.is_complete  # noqa: B018 - computed now, not between two kernels
         return packed
 
     def array(self) -> Int64[np.ndarray, "rows"]:
-        """All that were collected."""
+        """Return all collected numbers."""
         return np.concatenate([np.zeros(0, dtype=np.int64), *self._parts])
 
 
 def route(blocks: EdgeBlocks, source: Side, target: Side, rank: int) -> Route:
-    """The route of one edge and microbatch for one rank.
+    """Return the route of one edge and microbatch for one rank.
 
-    On the target side rows are numbered among the slots that the edge fills on that rank, ascending: the forward
-    output has exactly as many rows as those that :meth:`RowSharding.local` finds there. Only runs that touch this
-    rank's instances are expanded to rows, so the cost follows the rank's own rows.
+    On the target side rows are numbered among the slots that the edge fills on that rank, ascending: the forward output
+    has exactly as many rows as :meth:`RowSharding.local` returns for it. Only runs that touch this rank's instances are
+    expanded to rows, so the cost follows the rank's own rows.
 
     Args:
         blocks: runs of rows, ordered by (target instance, target start).
-        source, target: how rows lie on either side.
+        source, target: rows of either side on their ranks.
         rank: global rank.
     """
     pieces, wants = _pieces(blocks, source, target, rank)
@@ -185,7 +185,7 @@ def route(blocks: EdgeBlocks, source: Side, target: Side, rank: int) -> Route:
 
 
 def least_rows(blocks: EdgeBlocks, source: Side, target: Side, *, backward: bool = False) -> int:
-    """Lower bound on rows between ranks in one direction (derivation in the module docstring)."""
+    """Return the lower bound on rows between ranks in one direction (derivation in the module docstring)."""
     pieces, _ = _pieces(blocks, source, target, None)
     if backward:
         pieces = pieces.turned()
@@ -194,13 +194,13 @@ def least_rows(blocks: EdgeBlocks, source: Side, target: Side, *, backward: bool
 
 
 def _pieces(blocks: EdgeBlocks, source: Side, target: Side, rank: int | None) -> tuple[_Pieces, int]:
-    """Rows that a rank holds or needs, and how many it needs; without a rank, all rows."""
+    """Return the rows that a rank holds or needs, and how many it needs; without a rank, all rows."""
     if rank is None:
         near = np.arange(len(blocks.rows))
     else:
         (i, source_part), (j, target_part) = source.seat(rank), target.seat(rank)
         near = np.flatnonzero((blocks.source_instance == i) | (blocks.target_instance == j))
-    # Runs are cut where another part begins: at first on the source's side, then on the target's.
+    # Cut runs at borders of parts: first on the source's side, then on the target's.
     totals = source.totals[blocks.source_instance[near]]
     one = source.sharding.cut(blocks.source_start[near], blocks.rows[near], totals)
     start, from_ = blocks.target_start[near][one.run] + one.offset, blocks.source_instance[near][one.run]
@@ -208,35 +208,35 @@ def _pieces(blocks: EdgeBlocks, source: Side, target: Side, rank: int | None) ->
     two = target.sharding.cut(start, one.rows, target.totals[to])
     from_, to = from_[two.run], to[two.run]
     from_part, length = one.part[two.run], two.rows
-    held, needed = one.local[two.run] + two.offset, start[two.run] + two.offset
+    held_rows, needed = one.local[two.run] + two.offset, start[two.run] + two.offset
     part, wants = np.arange(len(length)), 0
     if rank is not None:
         holds, needs = (from_ == i) & (from_part == source_part), (to == j) & (two.part == target_part)
         part, wants = np.flatnonzero(holds | needs), int(length[needs].sum())
-        needed = ragged.starts(np.where(needs, length, 0))  # among this rank's slots; no other's are looked at
+        needed = ragged.starts(np.where(needs, length, 0))  # among this rank's slots; other ranks' slots are never read
     holder, needer = from_ * source.sharding.parts + from_part, to * target.sharding.parts + two.part
-    return _Pieces.of(held[part], needed[part], length[part], source, holder[part], target, needer[part]), wants
+    return _Pieces.of(held_rows[part], needed[part], length[part], source, holder[part], target, needer[part]), wants
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Rows that one rank holds or needs, by the ranks that hold them and the ranks that need them."""
+    """The rows that one rank holds or needs, grouped by their holder ranks and needer ranks."""
 
     held: np.ndarray
-    """Row on the holders, int64 ``[rows]``."""
+    """Row number on the holders, int64 ``[rows]``."""
     needed: np.ndarray
-    """Row on the needers."""
+    """Row number on the needers."""
     group: np.ndarray
     """Number of the (holders, needers) pair."""
     place: np.ndarray
-    """Of the row in its group."""
+    """Position of the row in its group."""
     count: np.ndarray
     """Rows of each group, int64 ``[groups]``."""
     holders: np.ndarray
     """Global ranks, int64 ``[groups, replicas]``."""
     needers: np.ndarray
     turn: np.ndarray
-    """Which replica starts sending: it spreads load, and is the same number on every rank."""
+    """Replica that starts sending: it spreads load, and is the same number on every rank."""
 
     @staticmethod
     def of(
@@ -248,7 +248,9 @@ class _Pieces:
         target: Side,
         needer: np.ndarray,
     ) -> _Pieces:
-        """From runs of rows ``[n]``: first row on either side, length, and number of the rank set on either side."""
+        """Build pieces from runs of rows ``[n]``: first row on either side, length, and number of the rank set on
+        either side.
+        """
         count_of = len(target.instances) * target.sharding.parts
         pairs, group = np.unique(holder * count_of + needer, return_inverse=True)
         order = np.argsort(group, kind="stable")
@@ -268,15 +270,15 @@ class _Pieces:
         )
 
     def turned(self) -> _Pieces:
-        """Who needs the rows holds their gradients."""
+        """Swap the sides: ranks that need rows hold the rows' gradients."""
         return replace(self, held=self.needed, needed=self.held, holders=self.needers, needers=self.holders)
 
     def transfer(self, rank: int, inputs: int, outputs: int) -> Transfer[np.ndarray]:
-        """What a rank moves from holders to needers (see the module docstring)."""
+        """Return the transfer of one rank from holders to needers (see the module docstring)."""
         g, size = self.group, self.needers.shape[1]
         both = (self.needers[:, :, None] == self.holders[:, None, :]).any(axis=2)
         having = both.sum(axis=1)
-        # Rows of a group go out in equal shares: over the needers that have them, else over all needers.
+        # Rows of a group go out in equal shares: over the needers that have them, or else over all needers.
         column = np.argsort(~both, axis=1, kind="stable")
         share = _share(self.place, self.count[g], np.where(having > 0, having, size)[g])
         entry = self.needers[g, np.where(having[g] > 0, column[g, share], share)]
@@ -286,19 +288,19 @@ class _Pieces:
         second: list[tuple[np.ndarray, ...]] = []
         for k in range(size):
             needer = self.needers[g, k]
-            # First hop: to the entry of a group that has nothing, or from a needer that has the rows to one that lacks
+            # First hop: to the entry of a group without any rows, or from a needer that has the rows to one that lacks
             # them.
             moves = np.where(fresh, needer == entry, ~both[g, k])
             first.append(_moved(moves, sender, needer, rank, self.held, self.needed))
             if size > 1:
                 second.append(_moved(fresh & (needer != entry), entry, needer, rank, self.needed, self.needed))
-        mine = (self.holders == rank).any(axis=1) & (self.needers == rank).any(axis=1)
-        stays = mine[g]
+        both_sides = (self.holders == rank).any(axis=1) & (self.needers == rank).any(axis=1)
+        stays = both_sides[g]
         return Transfer(inputs, outputs, (self.held[stays], self.needed[stays]), _hop(first), _hop(second))
 
 
 def _share(place: np.ndarray, count: np.ndarray, parts: np.ndarray) -> np.ndarray:
-    """Which of so many parts each row falls in, as :func:`numpy.array_split` cuts ``count`` rows."""
+    """Return the part in which each row falls if ``count`` rows are cut as by :func:`numpy.array_split`."""
     size, larger = count // parts, count % parts
     edge = larger * (size + 1)
     return np.where(place < edge, place // (size + 1), larger + (place - edge) // np.maximum(size, 1))
@@ -307,7 +309,7 @@ def _share(place: np.ndarray, count: np.ndarray, parts: np.ndarray) -> np.ndarra
 def _moved(
     moves: np.ndarray, sender: np.ndarray, needer: np.ndarray, rank: int, read: np.ndarray, write: np.ndarray
 ) -> tuple[np.ndarray, ...]:
-    """(peer, row) of each row that a rank sends, and of each that it receives."""
+    """Return (peer, row) of each row that a rank sends, and of each that it receives."""
     sent, got = np.flatnonzero(moves & (sender == rank)), np.flatnonzero(moves & (needer == rank))
     return needer[sent], read[sent], sender[got], write[got]
 
@@ -320,7 +322,7 @@ def _hop(moved: list[tuple[np.ndarray, ...]]) -> Hop[np.ndarray]:
 
 
 def _messages(peer: np.ndarray, rows: np.ndarray) -> tuple[tuple[int, np.ndarray], ...]:
-    """One message per peer, ascending."""
+    """Build one message per peer, ascending."""
     if not len(peer):
         return ()
     if (peer == peer[0]).all():
@@ -332,10 +334,10 @@ def _messages(peer: np.ndarray, rows: np.ndarray) -> tuple[tuple[int, np.ndarray
 
 
 def stage_route(source: Side, target: Side, rank: int) -> Route:
-    """The route between two pipeline stages of one module: every instance's rows, from its ranks to its ranks.
+    """Return the route between two pipeline stages of one module: each instance's rows go from its ranks to its ranks.
 
-    Both sides have the same instances and totals. Where every rank has rows of its own it is one message to the rank of
-    the same coordinate; only replicas need :func:`route`.
+    Both sides have the same instances and totals. If every rank has rows of its own, it sends one message to the rank
+    with the same coordinate; only replicas need :func:`route`.
     """
     if source.instances.shape[1] > source.sharding.parts:
         instance = np.flatnonzero(source.totals)
@@ -346,19 +348,19 @@ def stage_route(source: Side, target: Side, rank: int) -> Route:
 
 
 def _straight(source: Side, target: Side, rank: int) -> Transfer[np.ndarray]:
-    """What a rank with a seat on either side moves: all rows of its seat, to the same seat of the other stage."""
+    """Return the transfer of a rank with one seat a side: all its rows go to the same seat of the other stage."""
     (i, part), (j, place) = source.seat(rank), target.seat(rank)
-    held, needed = np.arange(source.rows_on(rank)), np.arange(target.rows_on(rank))
+    own_rows, needed = np.arange(source.rows_on(rank)), np.arange(target.rows_on(rank))
     to = int(target.instances[i, part]) if i >= 0 else rank
     from_ = int(source.instances[j, place]) if j >= 0 else rank
-    stays = held if i >= 0 and to == rank else held[:0]
-    sends = ((to, held),) if to != rank and len(held) else ()
+    stays = own_rows if i >= 0 and to == rank else own_rows[:0]
+    sends = ((to, own_rows),) if to != rank and len(own_rows) else ()
     receives = ((from_, needed),) if from_ != rank and len(needed) else ()
-    return Transfer(len(held), len(needed), (stays, stays), Hop(sends, receives))
+    return Transfer(len(own_rows), len(needed), (stays, stays), Hop(sends, receives))
 
 
 def _first(rows: np.ndarray | Rows) -> int | None:
-    """The first of consecutive row numbers, 0 where there is none; None where they are not consecutive."""
+    """Return the first of consecutive row numbers, 0 for none; None if they are not consecutive."""
     if isinstance(rows, Rows):
         return rows.first if rows.at < 0 else None
     if not len(rows):

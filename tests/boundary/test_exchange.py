@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetero_strategy.boundary.exchange import Boundary, cross, exchange
 from hetero_strategy.boundary.route import Route, RowIndex, Side, Transfer, route
-from hetero_strategy.boundary.transport import Channel, Transport
+from hetero_strategy.boundary.transport import Boundary, Channel, Transport, cross, exchange
 from hetero_strategy.plan.step_plan import EdgeBlocks
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool
 
 WIDTH = 3
 CPU = torch.device("cpu")
@@ -161,6 +160,8 @@ def test_exchange_of_rows_that_stay() -> None:
     assert moved.data_ptr() == rows.data_ptr() and moved is not rows
     (moved * values(4, WIDTH, seed=1)).sum().backward()
     assert rows.grad is not None and torch.equal(rows.grad, values(4, WIDTH, seed=1))
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        exchange(rows, Boundary(staying(), here(), here())).mul_(2)
 
 
 def test_a_rank_whose_rows_need_no_gradient_takes_part_in_backward() -> None:

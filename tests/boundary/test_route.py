@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.common import rearranged
 from hetero_strategy.boundary.route import Hop, Route, Side, Transfer, _share, least_rows, route, stage_route
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.layout.row_sharding import RowSharding
-from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.plan.plan_step import plan_step
 from hetero_strategy.plan.step_plan import EdgeBlocks, StepItems, StepMetadata, edge_blocks, slots
+from hetero_strategy.testing import rearranged
 
 WIDTH = 3
 
@@ -124,6 +124,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(blocks, source, target, world, [route(blocks, source, target, r) for r in range(world)])
 
 
+@pytest.mark.full
 @settings(max_examples=100, deadline=None)
 @given(cases())
 def test_every_row_arrives_once_where_it_belongs(case: Case) -> None:
@@ -156,6 +157,7 @@ def test_backward_is_the_adjoint(case: Case, seed: int) -> None:
     assert left == right
 
 
+@pytest.mark.full
 @settings(max_examples=100, deadline=None)
 @given(cases())
 def test_bytes_equal_the_lower_bound(case: Case) -> None:
@@ -230,6 +232,7 @@ def neighbours(draw: st.DrawFn) -> Case:
     return Case(blocks, source, target, world, [stage_route(source, target, r) for r in range(world)])
 
 
+@pytest.mark.full
 @settings(max_examples=100, deadline=None)
 @given(neighbours())
 def test_rows_between_stages_keep_their_coordinate(case: Case) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
+from hetero_strategy.boundary import transport
 from hetero_strategy.boundary.route import Hop, Rows, Transfer
-from hetero_strategy.boundary.transport import Channel, Transport, Wire
+from hetero_strategy.boundary.transport import Channel, Transport, Wire, WireMessage, start_messages
 from hetero_strategy.errors import ModelError
 
 
@@ -20,13 +21,15 @@ def test_a_message_that_is_slow_holds_up_none_of_other_communicators(monkeypatch
     over: dict[int, bool] = {}
     awaited: list[int] = []
 
-    def send(ops: list[Any]) -> list[Any]:
+    def send(wire: Wire, messages: Sequence[WireMessage]) -> list[Any]:
         number = len(over)
         over[number] = False
-        return [SimpleNamespace(is_completed=lambda: over[number], wait=lambda: awaited.append(number)) for _ in ops]
+        return [
+            SimpleNamespace(is_completed=lambda: over[number], wait=lambda: awaited.append(number)) for _ in messages
+        ]
 
-    monkeypatch.setattr(dist, "batch_isend_irecv", send)
-    monkeypatch.setattr(Wire, "of", lambda group, tag: Wire(group, tag, {1: 0}))
+    monkeypatch.setattr(transport, "start_messages", send)
+    monkeypatch.setattr(Wire, "of", lambda group, tag, device: Wire(group, tag, {1: 0}))
     group: Any = SimpleNamespace()
     slow, fast = (Channel(group, None, tag, 4, torch.float32, torch.device("cpu")) for tag in range(2))
     nothing = Rows(0, 0)
@@ -51,8 +54,8 @@ def test_rows_that_are_written_to_while_they_are_sent_are_refused(
 ) -> None:
     """Of a module's rows one reader is on this rank and another on the next one."""
     over = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
-    monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: [over for _ in ops])
-    monkeypatch.setattr(Wire, "of", lambda group, tag: Wire(group, tag, {1: 0}))
+    monkeypatch.setattr(transport, "start_messages", lambda wire, messages: [over for _ in messages])
+    monkeypatch.setattr(Wire, "of", lambda group, tag, device: Wire(group, tag, {1: 0}))
     group: Any = SimpleNamespace()
     whole, nothing = Rows(0, 2), Rows(0, 0)
     stays = Transfer(2, 2, (whole, whole), Hop())
@@ -88,11 +91,11 @@ def test_rows_that_are_written_to_while_they_are_sent_are_refused(
 def test_rows_are_taken_once_their_message_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that arrive in their place, and those that go to theirs."""
 
-    def receive(ops: list[Any]) -> list[Any]:
-        return [SimpleNamespace(wait=lambda op=op: op.tensor.fill_(op.peer)) for op in ops]
+    def receive(wire: Wire, messages: Sequence[WireMessage]) -> list[Any]:
+        return [SimpleNamespace(wait=lambda one=one: one.tensor.fill_(one.peer)) for one in messages]
 
-    monkeypatch.setattr(dist, "batch_isend_irecv", receive)
-    monkeypatch.setattr(Wire, "of", lambda group, tag: Wire(group, tag, {1: 0, 2: 1}))
+    monkeypatch.setattr(transport, "start_messages", receive)
+    monkeypatch.setattr(Wire, "of", lambda group, tag, device: Wire(group, tag, {1: 0, 2: 1}))
     group: Any = SimpleNamespace()
     channel = Channel(group, None, 0, 1, torch.float32, torch.device("cpu"))
     nothing = Rows(0, 0)
@@ -113,3 +116,17 @@ def test_rows_that_nothing_is_sent_for_are_zero() -> None:
         assert made.take(0).tolist() == [[0, 0], [1, 1], [1, 1], [0, 0]]
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_backend_that_runs_a_batch_as_one_starts_and_ends_it_once() -> None:
+    """As NCCL does: there is one handle for all messages."""
+    calls: list[Any] = []
+    group: Any = SimpleNamespace(
+        _start_coalescing=lambda device: calls.append("start"),
+        send=lambda tensors, place, tag: calls.append(("send", place, tag)),
+        recv=lambda tensors, place, tag: calls.append(("recv", place, tag)),
+        _end_coalescing=lambda device: calls.append("end") or "handle",
+    )
+    wire = Wire(group, 3, {5: 0, 7: 1}, torch.device("cpu"))
+    works = start_messages(wire, [WireMessage(True, torch.zeros(1), 7), WireMessage(False, torch.zeros(1), 5)])
+    assert works == ["handle", "handle"] and calls == ["start", ("send", 1, 3), ("recv", 0, 3), "end"]
