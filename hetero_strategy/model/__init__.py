@@ -1,4 +1,4 @@
-"""What is trained: named modules, the edges between them, and what a module of one's own derives from."""
+"""Models to train: named modules, the edges between them, and base classes for custom modules."""
 
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.attention import packed_attention

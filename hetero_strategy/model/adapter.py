@@ -1,4 +1,4 @@
-"""What the strategy needs of any module: structure, tensor parallelism, initial values, FLOPs."""
+"""``Adapter``: the strategy's interface to any module: structure, tensor parallelism, initial values, FLOPs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import copy
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
@@ -20,27 +23,19 @@ from hetero_strategy.layout.row_sharding import RowSharding, sharding
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.hf_folder import HFWeights
 from hetero_strategy.model.inputs import RawRows
-from hetero_strategy.model.kind import ModuleKind
-from hetero_strategy.model.named_parts import container, tp_faults
-from hetero_strategy.model.random_numbers import RandomNumbers
+from hetero_strategy.model.kind import Media, ModuleKind
+from hetero_strategy.model.random_numbers import RandomNumbers, separate_columns
 from hetero_strategy.model.without_values import on_meta
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.parallel import ParallelStyle
-
-    from hetero_strategy.data.media import Media
-
-
 NO_ROWS: Mapping[Hashable, Tensor] = MappingProxyType({})
-"""The ``rows`` argument of a module that no edge brings rows to."""
+"""The ``rows`` argument of a module without incoming edges."""
 
 
 class Adapter(nn.Module):
     """A module that can be put on a mesh, initialised unit by unit and counted. The defaults suit plain modules.
 
     Constructors of subclasses run on the meta device; :mod:`hetero_strategy.model.materialize` gives their parameters
-    values, which follow from the model's seed. Modules that were made outside a constructor keep theirs.
+    values from the model's seed. Modules made outside a constructor keep their values.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -51,57 +46,54 @@ class Adapter(nn.Module):
             cls.__init__ = on_meta(cls.__init__)  # type: ignore[method-assign]
 
     block_list: str = ""
-    """FQN of the ModuleList or ModuleDict that holds the repeated blocks; empty where the module has none."""
+    """FQN of the ModuleList or ModuleDict of the repeated blocks; empty if there are none."""
     before_blocks: tuple[str, ...] = ()
     """FQNs of the parts that run before the blocks; :meth:`prune` sets them to None."""
     after_blocks: tuple[str, ...] = ()
     """FQNs of the parts that run after the blocks; :meth:`prune` sets them to None."""
     tp_columns: tuple[str, ...] = ()
-    """Names inside a block of the linear maps whose outputs tensor parallelism splits; none: it is not possible."""
+    """Names in a block of linear maps whose outputs tensor parallelism splits; empty: no tensor parallelism."""
     tp_rows: tuple[str, ...] = ()
-    """Names inside a block of the linear maps that follow those, whose inputs it splits."""
+    """Names in a block of the linear maps that follow those of ``tp_columns``, whose inputs are split."""
     tp_compiles: bool = False
-    """Whether torch can compile its blocks for any number of rows where tensor parallelism splits them."""
+    """Whether torch can compile its blocks for any number of rows under tensor parallelism."""
     context_parallel: bool = False
-    """Whether it can be given a part of its rows, where these meet each other in ``packed_attention`` alone."""
+    """Whether it can run on a part of its rows, because rows interact only in ``packed_attention``."""
     context_group: str = ""
-    """Name of the process group of the ranks that have the other parts."""
+    """Name of the process group of the ranks with the other parts of the rows."""
     context_width: int = 0
-    """Numbers per row that each of its blocks gathers over these ranks, keys and values; 0: plans count nothing."""
+    """Numbers per row, keys and values, that each block gathers over the context-parallel ranks; 0: plans count none.
+    """
     compiled_by: str | None = None
-    """Backend of ``torch.compile`` that the blocks are compiled by; what a stage does besides may be, too."""
-    tp_chunks: int = 1
-    """Chunks whose collectives run beside matmuls where tensor parallelism splits its blocks; set before
-    :meth:`apply_tp`, see :attr:`ModuleLayout.tp_chunks`."""
+    """Backend of ``torch.compile`` for the blocks; other work of a stage may be compiled with it, too."""
     width: int
-    """Size of the rows this module exchanges at its edges."""
+    """Width of the rows at the module's edges."""
     hidden_width: int
-    """Size of the rows between its blocks, which one pipeline stage gives to the next."""
+    """Width of the rows between its blocks, which one pipeline stage sends to the next."""
     vocab_size: int | None = None
-    """Token ids that its embedding and head, which tensor parallelism cuts, have rows for; None: it does not say."""
+    """Rows of its embedding and head, which tensor parallelism splits: the number of token ids; None: unknown."""
     max_item_rows: int | None = None
-    """Most rows inside it of an item that its positions reach; None: any number."""
+    """Most rows inside the module that positions allow for an item; None: any number."""
     checkpoint: str | Path | None = None
     """Local Hugging Face folder that the initial values come from."""
     processor: Media | RawRows | None = None
-    """How files become what it reads or is to make: a processor, or what its weights say of one. Language models have
-    none."""
+    """Processor of its files, or the fields that its weights fix; None for language models."""
     name: str = ""
     """The module's name in its :class:`MultimodalModel`."""
     kind: ModuleKind
-    """What sets it apart from modules of other kinds; parts of modules, such as backbones, have none."""
+    """Kind of the module; parts of modules, such as backbones, have none."""
     first_stage: bool = True
-    """Whether it holds what comes before the blocks; later pipeline stages do not and take rows instead."""
+    """Whether it has the parts before the blocks; later pipeline stages do not and take rows instead."""
     last_stage: bool = True
-    """Whether it holds what comes after the blocks; earlier pipeline stages do not and give rows instead."""
+    """Whether it has the parts after the blocks; earlier pipeline stages do not and return rows instead."""
     compute_dtype: torch.dtype | None = None
-    """What the strategy lets it compute in; None: its parameters' dtype is all there is."""
-    float8: str | None = None
-    """Recipe by which its blocks multiply in float8; None: they do not. See ``HeteroStrategy(float8=...)``."""
+    """Dtype of its compute under the strategy; None: the parameters' dtype."""
+    roundings: tuple[tuple[float, str], ...] = ()
+    """Relative roundings of numbers in its blocks, beyond those of its dtypes, and their names."""
     random_numbers: RandomNumbers | None = None
     """The random numbers drawn inside this module; set by its :class:`MultimodalModel`."""
     packed_equals_alone: bool = False
-    """Whether two packed units were found to give the rows that each gives alone, or nobody is to look; see
+    """Whether the check that two packed units give the rows of each alone has passed or is off; see
     :func:`~hetero_strategy.model.packed_alone.check_packed_alone`."""
 
     # ---- structure -------------------------------------------------------------------------------------------------
@@ -110,19 +102,31 @@ class Adapter(nn.Module):
         """Return the repeated transformer blocks by FQN: the units of FSDP, recompute and initialisation."""
         if not self.block_list:
             return {}
-        held = container(self, self.block_list)._modules
-        return {f"{self.block_list}.{key}": block for key, block in held.items() if block is not None}
+        try:
+            children = self.get_submodule(self.block_list)._modules
+        except AttributeError:
+            lists = [name for name, part in self.named_modules() if isinstance(part, nn.ModuleList | nn.ModuleDict)]
+            raise ModelError(
+                f"{type(self).__name__}: block_list = {self.block_list!r}, but it has no part of that name; its lists"
+                f" of parts are {', '.join(lists) or 'none'}"
+            ) from None
+        return {f"{self.block_list}.{key}": block for key, block in children.items() if block is not None}
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Return whether :meth:`prune` works, so that :meth:`stage` does."""
+        return bool(self.block_list) or type(self).prune is not Adapter.prune
 
     def recomputed_parts(self) -> list[nn.Module]:
         """Return parts whose forward runs again in every backward."""
         return []
 
     def around_blocks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the FQNs of the parts that run before the blocks, and of those that run after them."""
+        """Return the FQNs of the parts before the blocks, and of the parts after them."""
         return self.before_blocks, self.after_blocks
 
     def prune(self, blocks: Collection[str], *, before: bool, after: bool) -> None:
-        """Remove these blocks (by FQN) and what comes ``before`` or ``after`` all blocks; all other names stay."""
+        """Remove these blocks (by FQN) and the parts ``before`` or ``after`` all blocks; all other names stay."""
         if not self.block_list:
             raise NotImplementedError(f"{type(self).__name__} cannot be cut into stages")
         container = self.get_submodule(self.block_list)
@@ -131,21 +135,21 @@ class Adapter(nn.Module):
             if isinstance(container, nn.ModuleDict):
                 del container[key]
             else:
-                container._modules[key] = None  # deleting it would renumber the blocks after it
+                container._modules[key] = None  # deletion would renumber later blocks
         for fqn in (*self.before_blocks * before, *self.after_blocks * after):
             owner, _, key = fqn.rpartition(".")
             setattr(self.get_submodule(owner), key, None)  # a module, or a bare parameter or buffer
 
     def stage(self, blocks: Collection[str], *, first: bool, last: bool) -> Adapter:
-        """Return a module that runs a part of this one: some blocks and, at the ends, what lies around them.
+        """Return a module that runs a part of this one: some blocks and, at the ends, the parts around them.
 
-        It shares blocks and all other parts with this module, so sharding, values and hooks given to one are given to
-        both. Only the modules around the blocks are its own, with buffers of their own.
+        It shares blocks and other parts with this module, so sharding, values and hooks of one apply to both. Only the
+        modules that contain these are separate copies, with separate buffers.
 
         Args:
             blocks: FQNs in :meth:`blocks`, at least one; they run in this module's order.
-            first: whether the stage holds what comes before the blocks.
-            last: whether the stage holds what comes after the blocks.
+            first: whether the stage has the parts before the blocks.
+            last: whether the stage has the parts after the blocks.
 
         Raises:
             ModelError: a block does not exist, or this module has none.
@@ -155,8 +159,9 @@ class Adapter(nn.Module):
             raise ModelError(f"{type(self).__name__} has no blocks: it cannot be cut into stages; set pp=1")
         if unknown := set(blocks) - set(fqns):
             raise ModelError(f"{type(self).__name__} has no block {sorted(unknown)}: it has {fqns}")
-        self.meta_copy()  # a stage shares it: it is initialised and counted by the whole module
-        around = {".".join(fqn.split(".")[:depth]) for fqn in fqns for depth in range(fqn.count(".") + 1)}
+        self.meta_copy()  # shared with the stage, which is initialised and counted by the whole module
+        parts = (*fqns, *chain(*self.around_blocks()))
+        around = {".".join(fqn.split(".")[:depth]) for fqn in parts for depth in range(fqn.count(".") + 1)}
         pairs: list[tuple[nn.Module, nn.Module]] = []
         stage = _clone(self, "", around, pairs)
         stage.prune([fqn for fqn in fqns if fqn not in set(blocks)], before=not first, after=not last)
@@ -166,21 +171,21 @@ class Adapter(nn.Module):
         return stage
 
     def tied_weight(self) -> tuple[str, str] | None:
-        """Return the two FQNs of a parameter held both before and after the blocks, or None if there is none."""
+        """Return the two FQNs of a parameter that is both before and after the blocks, or None if there is none."""
         return None
 
-    def global_name(self, fqn: str) -> str:
-        """Return a stage parameter's name in the whole module; a tied one goes by the name it has before the blocks."""
-        tied = self.tied_weight()
-        return tied[0] if tied is not None and fqn == tied[1] else fqn
+    def global_parameters(self) -> dict[str, nn.Parameter]:
+        """Return a stage's parameters by their names in the whole module; a tied one has its name before the blocks."""
+        first, last = self.tied_weight() or ("", "")
+        return {first if fqn == last else fqn: parameter for fqn, parameter in self.named_parameters()}
 
     def meta_copy(self) -> Adapter:
-        """Return this module on the meta device as it was before anything was parallelised; it costs no memory.
+        """Return this module on the meta device as it was before parallelisation; it costs no memory.
 
         The copy is made on the first call, which must come before the module is changed.
         """
         if "_meta_copy" not in self.__dict__:
-            # Values that are already real (a ready backbone) are initial values: remembered, not copied.
+            # Values that are already real (a ready backbone) are initial values: stored, not copied.
             named = [*self.named_parameters(), *self.named_buffers()]
             values = {fqn: tensor.detach() for fqn, tensor in named if not tensor.is_meta}
             object.__setattr__(self, "_initial_values", values)
@@ -190,26 +195,24 @@ class Adapter(nn.Module):
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
             duplicate = copy.deepcopy(self, memo)
-            # Not through nn.Module: the copy is no submodule and appears in no state dict.
+            # Bypass nn.Module: the copy is no submodule and is in no state dict.
             for owner in (duplicate, self):
                 object.__setattr__(owner, "_meta_copy", duplicate)
         return self.__dict__["_meta_copy"]
 
     def initial_values(self) -> dict[str, Tensor]:
-        """Return, by FQN, the values that tensors had when the module was made (a ready backbone); memory is shared."""
+        """Return FQN -> values of tensors that were real when the module was made (a ready backbone), not copied."""
         self.meta_copy()
         return self.__dict__["_initial_values"]
 
     def release_initial_values(self) -> None:
-        """Free :meth:`initial_values`, once every rank that needs the values has its part."""
+        """Free :meth:`initial_values`, once every rank has its part of them."""
         object.__setattr__(self, "_initial_values", {})
 
     # ---- tensor parallelism ----------------------------------------------------------------------------------------
 
     def tp_plan(self) -> dict[str, ParallelStyle] | None:
         """Return FQN (globs allowed) -> torch ParallelStyle, or None if this module cannot be tensor parallel."""
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
         if not self.tp_columns:
             return None
         plan: dict[str, ParallelStyle] = {f"{self.block_list}.*.{name}": ColwiseParallel() for name in self.tp_columns}
@@ -220,39 +223,31 @@ class Adapter(nn.Module):
         return []
 
     def tp_faults(self, tp: int) -> list[str]:
-        """Return why the module, as built, cannot be split ``tp`` ways: parts that its plan names and it lacks, sizes
-        that do not divide, and what :meth:`check_tp` says; empty if it can.
+        """Return why the module, as built, cannot be split ``tp`` ways: missing parts of its plan, sizes that do not
+        divide, and faults of :meth:`check_tp`; empty if it can.
         """
-        said = self.check_tp(tp)  # zoo modules say the same of their heads, in other words
-        return said or tp_faults(self, self.tp_plan() or {}, self.blocks(), tp)
+        faults = self.check_tp(tp)  # zoo modules report the same of their heads
+        return faults or _plan_faults(self, tp)
 
     def apply_tp(self, mesh: DeviceMesh) -> None:
-        """Shard this module over a one-dimensional tensor-parallel mesh.
-
-        Raises:
-            ModelError: the module has no plan, or :meth:`check_tp` finds faults.
-        """
-        from torch.distributed.tensor.parallel import parallelize_module
-
+        """Shard this module over a one-dimensional tensor-parallel mesh."""
         plan = self.tp_plan()
         if plan is None:
             raise ModelError(f"{type(self).__name__} has no tensor-parallel plan: set tp=1 for it (tp={mesh.size()})")
         if faults := self.check_tp(mesh.size()):
             raise ModelError(f"{type(self).__name__}: {'; '.join(faults)}")
-        parallelize_module(self, mesh, self.in_chunks(plan))
+        parallelize_module(self, mesh, self.tp_styles(plan))
         if self.random_numbers is not None:
-            _separate_random_numbers(self, plan, self.random_numbers)
+            separate_columns(self, plan, self.random_numbers)
         self.after_tp(mesh.size())
 
-    def in_chunks(self, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-        """Return a plan of :func:`parallelize_module` that does as :attr:`tp_chunks` says."""
-        from hetero_strategy.model.chunked_linear import chunked
-
-        return plan if self.tp_chunks == 1 else chunked(plan, self.tp_chunks)
+    def tp_styles(self, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+        """Return a plan of :func:`parallelize_module` as transforms change it; :meth:`apply_tp` uses the result."""
+        return plan
 
     def row_sharding(self, layout: ModuleLayout) -> RowSharding:
-        """Return how rows at the edges and between stages lie on an instance's ranks in this layout; as they are after
-        :meth:`apply_tp`. By default every tensor-parallel rank has all that the context-parallel one has.
+        """Return how rows at edges and between stages are sharded over an instance's ranks after :meth:`apply_tp`. By
+        default tensor-parallel ranks have all rows of their context-parallel rank.
         """
         return sharding(layout.cp)
 
@@ -266,13 +261,13 @@ class Adapter(nn.Module):
 
         Args:
             prefix: FQN of the block, or "" for the rest of the module (its blocks replaced by ``nn.Identity``).
-            unit: the copy; the caller reports whatever stays untouched as a ModelError. Parameters that a folder holds
-                may be on the meta device.
+            unit: copy to fill; the caller raises a ModelError for untouched tensors. Parameters from a folder may be on
+                the meta device.
         """
         initialize_plain(unit)
 
     def hf_weights(self) -> HFWeights | None:
-        """Return how the parameters are stored in a Hugging Face folder, or None if there is no such model."""
+        """Return the map from parameters to a Hugging Face folder, or None if there is no such model."""
         return None
 
     # ---- cost ------------------------------------------------------------------------------------------------------
@@ -283,7 +278,7 @@ class Adapter(nn.Module):
         return before + float(np.sum(blocks)) + after
 
     def flops_by_part(self, packing_lengths: np.ndarray) -> dict[str, float]:
-        """Return the :meth:`flops` of parts that may be frozen apart, by FQN in forward order; "" is the whole."""
+        """Return FQN -> :meth:`flops` of parts that may be frozen separately, in forward order; "" is the whole."""
         return {"": float(self.flops(packing_lengths))}
 
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
@@ -294,12 +289,12 @@ class Adapter(nn.Module):
 
     @functools.cached_property
     def _linear_flops(self) -> tuple[int, np.ndarray]:
-        """:func:`linear_flops` of a meta copy and of each of its blocks, counted once."""
+        """Return :func:`linear_flops` of a meta copy and of each of its blocks, counted once."""
         blocks = [linear_flops(block) for block in self.blocks().values()]
         return linear_flops(self), np.array(blocks, dtype=np.float64)
 
     def stage_flops(self, packing_lengths: np.ndarray, split: Sequence[int]) -> np.ndarray:
-        """Return the :meth:`flops` of each stage, float64 ``[stages]``, where ``split`` is the blocks of each."""
+        """Return the :meth:`flops` of each stage, float64 ``[stages]``; ``split`` is the number of blocks of each."""
         before, blocks, after = self.part_flops(packing_lengths)
         ends = np.cumsum(split)
         assert ends[-1] == len(blocks), f"split {split} of {len(blocks)} blocks"
@@ -312,7 +307,7 @@ class Adapter(nn.Module):
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
-        # Casts (``.bfloat16()``) leave tables of positions alone: rounding them breaks rotary embeddings silently.
+        # Casts (``.bfloat16()``) skip position tables: rounding them breaks rotary embeddings silently.
         tables = list(_position_tables(self))
         for owner, name, _ in tables:
             owner._buffers[name] = None
@@ -324,7 +319,7 @@ class Adapter(nn.Module):
 
 
 def _clone(module: nn.Module, fqn: str, around: Collection[str], pairs: list[tuple[nn.Module, nn.Module]]) -> Any:
-    """Copy a module and its descendants named in ``around``, adding (original, copy) to ``pairs``; share all else."""
+    """Copy a module and its descendants named in ``around``, adding (original, copy) to ``pairs``; share the rest."""
     duplicate = module.__new__(type(module))
     for key, value in module.__dict__.items():
         duplicate.__dict__[key] = copy.copy(value) if isinstance(value, (dict, set)) else value
@@ -337,35 +332,10 @@ def _clone(module: nn.Module, fqn: str, around: Collection[str], pairs: list[tup
 
 
 def _follow_training_mode(pairs: list[tuple[nn.Module, nn.Module]]) -> None:
-    # Lightning sets training modes without ``train()``, and it does not know the copies. Past ``nn.Module``'s
-    # ``__setattr__``, which takes its time and runs here before every forward.
+    # Lightning sets training modes without ``train()``, and does not know the copies. Bypass ``nn.Module.__setattr__``,
+    # which is slow and would run before every forward.
     for original, duplicate in pairs:
         duplicate.__dict__["training"] = original.training
-
-
-def _separate_random_numbers(module: nn.Module, plan: Mapping[str, ParallelStyle], numbers: RandomNumbers) -> None:
-    """Give every rank random numbers of its own from a columnwise layer to the next rowwise one, as its columns are."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    for fqn, part in module.named_modules():
-        style = next((style for pattern, style in plan.items() if fnmatchcase(fqn, pattern)), None)
-        if isinstance(style, ColwiseParallel):
-            part.register_forward_hook(functools.partial(_part, numbers, fqn))
-        elif isinstance(style, RowwiseParallel):
-            part.register_forward_pre_hook(functools.partial(_join, numbers))
-
-
-# Compiled code draws its numbers from the state that its block begins with.
-
-
-def _part(numbers: RandomNumbers, fqn: str, *_: Any) -> None:
-    if not torch.compiler.is_compiling():
-        numbers.part(fqn)
-
-
-def _join(numbers: RandomNumbers, *_: Any) -> None:
-    if not torch.compiler.is_compiling():
-        numbers.join()
 
 
 def _position_tables(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
@@ -406,3 +376,37 @@ def block_linear_flops(module: Adapter) -> np.ndarray:
 def divisible(tp: int, **sizes: int) -> list[str]:
     """Return a fault for each size that ``tp`` does not divide."""
     return [f"{name.replace('_', ' ')} {size} not divisible by tp {tp}" for name, size in sizes.items() if size % tp]
+
+
+def _plan_faults(module: Adapter, tp: int) -> list[str]:
+    """Return parts that a tensor-parallel plan names and the module lacks, and layers of blocks that do not divide."""
+    blocks, parts = module.blocks(), dict(module.named_modules())
+    linear = {
+        fqn.removeprefix(f"{block}."): part
+        for block in blocks
+        for fqn, part in parts.items()
+        if fqn.startswith(f"{block}.") and isinstance(part, nn.Linear)
+    }
+    faults = []
+    for pattern, style in (module.tp_plan() or {}).items():
+        named = [fqn for fqn in parts if fnmatchcase(fqn, pattern)]
+        cut = [fqn for fqn in named if type(style) in (ColwiseParallel, RowwiseParallel)]
+        cut = [fqn for fqn in cut if fqn.count(".") == pattern.count(".")]  # torch's matching
+        if other := [fqn for fqn in cut if not isinstance(parts[fqn], (nn.Linear, nn.Embedding))]:
+            faults.append(
+                f"tp={tp}, but {other[0]} is a {type(parts[other[0]]).__name__} and no nn.Linear or nn.Embedding, which"
+                " alone can be split so; name the linear layers in it in tp_columns and tp_rows, or set tp=1"
+            )
+        if not named:
+            faults.append(
+                f"tp={tp}, but it has no part {pattern}, which tp_columns, tp_rows or tp_plan() names; the linear"
+                f" layers of its blocks are {', '.join(linear) or 'none'}"
+            )
+        for name, layer in linear.items():
+            if not any(fnmatchcase(f"{block}.{name}", pattern) for block in blocks):
+                continue
+            if isinstance(style, ColwiseParallel) and layer.out_features % tp:
+                faults.append(f"{layer.out_features} outputs of {name} not divisible by tp {tp}")
+            if isinstance(style, RowwiseParallel) and layer.in_features % tp:
+                faults.append(f"{layer.in_features} inputs of {name} not divisible by tp {tp}")
+    return faults

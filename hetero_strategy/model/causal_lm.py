@@ -19,17 +19,16 @@ from hetero_strategy import ragged
 from hetero_strategy.errors import DataError
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, previous_rows
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
-from hetero_strategy.model.kind import LossOutput, ModuleKind
+from hetero_strategy.model.kind import InstanceUnits, LossOutput, ModuleKind
 from hetero_strategy.model.token_loss import token_loss
 
 if TYPE_CHECKING:
-    from hetero_strategy.loading.payload import InstanceUnits
     from hetero_strategy.plan.step_plan import StepMetadata
 
 
 @dataclass
 class LMOutput(LossOutput):
-    """What a language model makes of one microbatch of T rows, L of them labelled. The loss is the cross entropy summed
+    """A language model's output for one microbatch of T rows, L of them labelled. The loss is the cross entropy summed
     over these; ``hidden`` are all rows after the last block and before the final norm.
     """
 
@@ -38,14 +37,14 @@ class LMOutput(LossOutput):
     predicted: Tensor
     """int64 ``[L]``: the likeliest token."""
     logits: Tensor | None = None
-    """``[T, vocabulary]``, where asked for."""
+    """``[T, vocabulary]``, if requested."""
 
 
-register_dataclass(LMOutput)  # as LossOutput
+register_dataclass(LMOutput)  # as for LossOutput
 
 
 class CausalLMKind(ModuleKind):
-    """Units are samples; the loss is counted in loss tokens, and an evaluation gives the tokens predicted for them."""
+    """A kind for language models: units are samples, the loss counts loss tokens, evaluation gives predicted tokens."""
 
     name = "CausalLM"
     takes_from = ("Encoder",)
@@ -58,7 +57,7 @@ class CausalLMKind(ModuleKind):
         ids = np.zeros(packing.rows, np.int64)
         ids[: len(tokens)] = tokens
         labels = np.full(packing.rows, IGNORE, np.int64)
-        # Shifted within each sample: its last token predicts nothing, whatever sample lies behind it.
+        # Labels are shifted within each sample: its last token predicts nothing, whatever sample follows.
         last = np.zeros(len(tokens), bool)
         last[np.cumsum(lengths)[lengths > 0] - 1] = True
         source = np.flatnonzero(~last)
@@ -68,7 +67,9 @@ class CausalLMKind(ModuleKind):
 
     @override
     def metrics(self, metadata: StepMetadata, module: str) -> dict[str, int]:
-        """Loss tokens predicted right, of all; samples with labels, every one of them right, of all with labels."""
+        """Count loss tokens (for the share predicted right) and samples with labels (for the share with all labels
+        right).
+        """
         return {"accuracy": int(metadata.labels.sum()), "exact_match": int((metadata.labels > 0).sum())}
 
     @override
@@ -80,12 +81,12 @@ class CausalLMKind(ModuleKind):
         wanted, right = per_sequence.index_add_(1, sequence, counted.to(torch.int64))
         if (context := inputs.packing.context) is None:
             return right.sum(), ((wanted == right) & (wanted > 0)).sum()
-        of_all = context.summed(per_sequence)  # and one rank counts the sequences
+        of_all = context.summed(per_sequence)  # one rank counts the sequences
         return right.sum(), ((of_all[0] == of_all[1]) & (of_all[0] > 0)).sum() * (context.rank == 0)
 
     @override
     def result(self, module: Adapter, metadata: StepMetadata, like: Tensor, *, pipelined: bool) -> Tensor:
-        """Predicted token of every loss token in sample order, int64 ``[N]``."""
+        """Return zeros for the predicted token of every loss token, in sample order, int64 ``[N]``."""
         return like.new_zeros(int(metadata.labels.sum()), dtype=torch.int64)
 
     @override
@@ -108,18 +109,19 @@ HEAD_BYTES, MOST_HEAD_ROWS = 2**29, 8192
 
 
 class CausalLM(Adapter):
-    """Base of language models: embed, callback ``before``, fill slots with rows, blocks, loss.
+    """A base of language models: embed, callback ``before``, fill slots with rows, blocks, loss.
 
     Args:
-        before: called with the embedded rows ``[T_local, width]`` and the inputs before slots are filled; returns rows.
-            With context parallelism all but ``packing.lengths`` is of this rank's part of the rows.
+        before: function of the embedded rows ``[T_local, width]`` and the inputs that returns rows, called before slots
+            are filled. With context parallelism all inputs but ``packing.lengths`` describe this rank's part of the
+            rows.
     """
 
     kind = CausalLMKind()
     max_length: int | None = None
-    """Length of the longest sequence that the position tables reach; None if there is no limit."""
+    """Longest sequence in the position tables; None if there is no limit."""
     head_rows: int = 1024
-    """Labelled rows whose logits exist at once; backward makes them again. See :func:`head_rows_of`."""
+    """Labelled rows whose logits exist at once; backward makes them again. Default: :func:`head_rows_of`."""
 
     def __init__(self, *, before: Callable[[Tensor, SequenceInputs], Tensor] | None = None) -> None:
         super().__init__()
@@ -127,22 +129,22 @@ class CausalLM(Adapter):
 
     @abstractmethod
     def embed(self, ids: Tensor) -> Tensor:
-        """Turn token ids int64 ``[T]`` into rows ``[T_local, width]`` (this rank's slice where sequence parallel)."""
+        """Turn token ids int64 ``[T]`` into rows ``[T_local, width]`` (this rank's slice if sequence parallel)."""
 
     @abstractmethod
     def transform(self, hidden: Tensor, packing: Packing) -> Tensor:
-        """Run rows ``[T_local, width]`` through the blocks that this stage holds."""
+        """Run rows ``[T_local, width]`` through this stage's blocks."""
 
     @abstractmethod
     def head(self, hidden: Tensor) -> Tensor:
         """Turn rows ``[n, width]`` into logits ``[n, vocabulary]`` by final norm and output projection.
 
-        It is given some labelled rows, the same on all tensor-parallel ranks of an instance; the logits may be a
-        DTensor that is split over its last dimension.
+        The rows are some labelled rows, the same on all tensor-parallel ranks of an instance. The logits may be a
+        DTensor split over its last dimension.
         """
 
     def whole_rows(self, hidden: Tensor) -> Tensor:
-        """Turn rows ``[T_local, width]`` into those of all tensor-parallel ranks ``[T, width]``."""
+        """Gather rows ``[T_local, width]`` of all tensor-parallel ranks into ``[T, width]``."""
         return hidden
 
     @override
@@ -157,14 +159,14 @@ class CausalLM(Adapter):
         """Run one microbatch.
 
         Args:
-            inputs: token sequences; ``slots`` are positions in the rows that :meth:`embed` gives. Only the first stage
-                reads ids and slots, only the last one labels.
+            inputs: token sequences; ``slots`` are positions in the rows of :meth:`embed`. Only the first stage reads
+                ids and slots, only the last one labels.
             rows: key of ``inputs.slots`` -> ``[len(slots[key]), width]``, in the first stage.
-            hidden: rows ``[T_local, width]`` of the previous pipeline stage, where this is not the first.
+            hidden: rows ``[T_local, width]`` of the previous pipeline stage, unless this is the first.
             keep_logits: return the logits too.
 
         Returns:
-            :class:`LMOutput`, or rows for the next stage where this one has no head.
+            :class:`LMOutput`, or rows for the next stage if this one has no head.
 
         Raises:
             DataError: rows and slots do not match, or a sequence is longer than the position tables.
@@ -189,14 +191,14 @@ class CausalLM(Adapter):
 
     @override
     def recomputed_parts(self) -> list[nn.Module]:
-        """The head, whose chunks :meth:`score` computes again."""
+        """Return the parts of the head, whose chunks :meth:`score` computes again."""
         if not self.last_stage:
             return []
-        found = (reduce(_part, fqn.split("."), cast("nn.Module | None", self)) for fqn in self.around_blocks()[1])
-        return [part for part in found if part is not None]
+        parts = (reduce(_part, fqn.split("."), cast("nn.Module | None", self)) for fqn in self.around_blocks()[1])
+        return [part for part in parts if part is not None]
 
     def score(self, rows: Tensor, inputs: SequenceInputs) -> LMOutput:
-        """Loss and likeliest tokens of the labelled rows among ``[T, width]``; logits never exist for all of them."""
+        """Compute loss and likeliest tokens of labelled rows among ``[T, width]``, one chunk of logits at a time."""
         assert inputs.labelled is not None
         labels = inputs.labels.index_select(0, inputs.labelled)
         chunks = zip(
@@ -220,14 +222,15 @@ def _part(holder: nn.Module | None, name: str) -> nn.Module | None:
 
 
 def head_rows_of(vocabulary: int) -> int:
-    """Return how many rows' logits take half a GiB in fp32, but 8192 at most: with more of them at once fewer gradients
-    of the head are added up, each as large as the head.
+    """Return the number of rows whose logits take half a GiB in fp32, at most 8192.
+
+    More rows at once mean fewer gradients of the head to add up, each as large as the head.
     """
     return max(1, min(MOST_HEAD_ROWS, HEAD_BYTES // (4 * vocabulary)))
 
 
 def fill_slots(hidden: Tensor, slots: Mapping[Hashable, Tensor], rows: Mapping[Hashable, Tensor]) -> Tensor:
-    """Return ``hidden`` with the rows of every source at its slots; errors as :func:`check_slots`."""
+    """Return ``hidden`` with the rows of every source at its slots; errors as in :func:`check_slots`."""
     check_slots(slots, rows)
     for source, index in slots.items():
         if source in rows:
@@ -236,7 +239,7 @@ def fill_slots(hidden: Tensor, slots: Mapping[Hashable, Tensor], rows: Mapping[H
 
 
 def check_slots(slots: Mapping[Hashable, Tensor], rows: Mapping[Hashable, Tensor]) -> None:
-    """Raise DataError if the rows of a source are missing or are not as many as its slots."""
+    """Raise DataError if the rows of a source are missing or differ in number from its slots."""
     if unknown := set(rows) - set(slots):
         raise DataError(f"rows of {sorted(map(str, unknown))} have no slots: slots exist for {sorted(map(str, slots))}")
     for source, index in slots.items():

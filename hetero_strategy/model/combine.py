@@ -1,4 +1,4 @@
-"""Loss, metrics and results of a global batch, from the outputs of its microbatches."""
+"""Combine outputs of microbatches into loss, metrics and results of a global batch."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from hetero_strategy.model.kind import LossOutput
 
 @dataclass
 class ModelOutput:
-    """What the model makes of one global batch."""
+    """The model's output for one global batch."""
 
     loss: Tensor
-    """Scalar: the sum over modules with a loss of ``weight * (loss summed over elements) / N`` of that module."""
+    """Scalar: sum of ``weight * (loss summed over elements) / N`` over modules with a loss, each with its own N."""
     loss_tokens: int
-    """Loss tokens of the global batch: the N of language models."""
+    """Number of loss tokens in the global batch: the N of language models."""
     accuracy: Tensor
-    """Scalar: the share of loss tokens predicted right, averaged over language models; NaN where none counts it."""
+    """Scalar: the share of loss tokens predicted right, averaged over language models; NaN if none counts it."""
     exact_match: Tensor
-    """Scalar: the share of samples with labels whose every label is predicted right, likewise."""
+    """Scalar: the share of labelled samples whose every label is predicted right, averaged over language models."""
     labelled_samples: int
-    """Samples with labels: what ``exact_match`` is a share of."""
+    """Number of samples with labels: the divisor of ``exact_match``."""
     predictions: Ragged | None = None
     """Evaluation only: the first language model's predicted tokens at label positions; run ``i`` is sample ``i``."""
     logits: tuple[Tensor, ...] | None = None
-    """Where asked for: the first language model's logits ``[T, vocabulary]`` of each microbatch."""
+    """The first language model's logits ``[T, vocabulary]`` of each microbatch, if requested."""
     losses: dict[str, Tensor] = field(default_factory=dict)
     """Each module's part of ``loss``, its weight included; every source before its targets."""
     counts: dict[str, int] = field(default_factory=dict)
-    """What each module's loss is a mean over: loss tokens, or a generator's target elements."""
+    """Number of elements in each module's loss: loss tokens, or a generator's target elements."""
     drawn: dict[str, Tensor] | None = None
-    """Evaluation only: what each generator drew, ``[target rows of the batch, feature]`` in the order of items; and the
-    results of modules of kinds of your own."""
+    """Evaluation only: each generator's drawings, ``[target rows of the batch, feature]`` in item order; and results of
+    modules of custom kinds."""
     metrics: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """Scalars by name of each module with a loss, as its kind counts them; in the order of ``losses``."""
+    """Metrics of each module with a loss, scalars by name, as its kind counts them; in the order of ``losses``."""
 
 
 class StepSums:
-    """What modules with a loss add up over one step.
+    """The sums over one step of modules with a loss.
 
     Args:
-        modules: by name.
-        with_loss: those of them that have a loss, in the order in which results name them.
+        modules: modules by name.
+        with_loss: names of modules with a loss, in the order of the results.
         plan: the step plan, with metadata and normalisers.
         evaluation: whether results of the whole batch (predicted tokens, drawings) are kept.
-        device: where the sums lie.
-        dtype: of results that are no integers.
-        pipelined: modules of several stages.
-        spare: numbers at the end of :attr:`totals` for whoever sums them over ranks, :attr:`spare`.
+        device: device of the sums.
+        dtype: data type of floating-point results.
+        pipelined: modules with several stages.
+        spare: size of :attr:`spare`, the end of :attr:`totals`, for other numbers to be summed over ranks.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class StepSums:
         self._counts = {name: kind.metrics(plan.metadata, name) for name, kind in self._kinds.items()}
         sizes = [1 + len(counts) for counts in self._counts.values()]
         self.totals = torch.zeros(sum(sizes) + spare, dtype=torch.float64, device=device)
-        """fp64: of each module in turn its loss and its metrics."""
+        """fp64: loss and metrics of each module in turn."""
         *parts, self.spare = self.totals.split([*sizes, spare])
         self._of = dict(zip(self._kinds, parts, strict=True))
         self.results: dict[str, Tensor] = {}
-        """Evaluation only: of each module that has one, its result."""
+        """Evaluation only: module -> its result, if it has one."""
         like = torch.zeros((), dtype=dtype, device=device)
         for name, kind in self._kinds.items() if evaluation else ():
             result = kind.result(modules[name], plan.metadata, like, pipelined=name in pipelined)
@@ -104,11 +104,11 @@ class StepSums:
 
     @property
     def losses(self) -> dict[str, Tensor]:
-        """By module: fp64 scalar, summed over its elements, over N; not weighted."""
+        """Return each module's loss summed over its elements, over N, as fp64 scalar; not weighted."""
         return {name: sums[0] / self._plan.normalizer(name) for name, sums in self._of.items()}
 
     def output(self, loss: Tensor, losses: dict[str, Tensor], logits: tuple[Tensor, ...] | None = None) -> ModelOutput:
-        """Return all that the sums say, with the loss and each module's part of it."""
+        """Return the output of the sums, with the loss and each module's part of it."""
         metrics = {
             name: {metric: (sums[1 + i] / max(1, count)).float() for i, (metric, count) in enumerate(counts.items())}
             for (name, sums), counts in zip(self._of.items(), self._counts.values(), strict=True)
@@ -131,6 +131,6 @@ class StepSums:
         )
 
     def _mean(self, metric: str, metrics: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
-        """Of the modules whose units are samples and that count it."""
-        found = [metrics[n][metric] for n, kind in self._kinds.items() if kind.samplewise and metric in metrics[n]]
-        return torch.stack(found).mean() if found else self.totals.new_full((), torch.nan, dtype=torch.float32)
+        """Average a metric over the modules whose units are samples and that count it."""
+        values = [metrics[n][metric] for n, kind in self._kinds.items() if kind.samplewise and metric in metrics[n]]
+        return torch.stack(values).mean() if values else self.totals.new_full((), torch.nan, dtype=torch.float32)

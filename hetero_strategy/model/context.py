@@ -1,7 +1,7 @@
-"""Context parallelism: each rank of an instance has two chunks of its rows, and attends to the keys of all of them.
+"""Context parallelism: each rank of an instance has two chunks of its rows, and attends to the keys of all rows.
 
 Keys and values of a layer are gathered over the ranks, and their gradients are scattered back and summed, as in Llama 3
-(arXiv:2407.21783, section 3.3.2). All else in a language model looks at single rows.
+(arXiv:2407.21783, section 3.3.2). All other operations of a language model treat rows separately.
 """
 
 from __future__ import annotations
@@ -22,37 +22,36 @@ from hetero_strategy.model.inputs import IGNORE, ModuleInputs, Movable, Sequence
 
 @dataclass(eq=False)
 class Context(Movable):
-    """What the rows of one rank see, of T keys that are gathered rank by rank: K keys, some of them twice.
+    """The keys that the rows of one rank see: K of the T keys that are gathered rank by rank, some of them twice.
 
-    A segment is what a chunk of the rank's rows has of one sequence. It sees the keys of its sequence up to its own
+    A segment is the part of one sequence in a chunk of the rank's rows. It sees the keys of its sequence up to its own
     last row.
     """
 
     rank: int
     """Context-parallel coordinate of this rank."""
     ranks: int
-    """Context-parallel ranks."""
+    """Number of context-parallel ranks."""
     keys: tuple[Tensor, Tensor]
-    """int64: the gathered keys that the segments of either chunk see, end to end; none twice for one chunk."""
+    """int64: the gathered keys that the segments of each chunk see, end to end; none twice for one chunk."""
     positions: Tensor
-    """int64 ``[K]``: position of each of these in its sequence."""
+    """int64 ``[K]``: position of each key in its sequence."""
     sequence: Tensor
-    """int64 ``[K]``: number of its sequence."""
+    """int64 ``[K]``: number of each key's sequence."""
     offsets: tuple[Tensor, Tensor]
-    """int32 ``[segments + 1]``: where the rows, and where the keys, of each segment begin, as kernels for packed
-    sequences take them."""
+    """int32 ``[segments + 1]``: first row and first key of each segment, for kernels of packed sequences."""
     extents: tuple[Tensor, Tensor]
-    """``[longest, 0]``, without data: most rows, and most keys, of a segment."""
+    """``[longest, 0]``, without data: most rows and most keys of a segment."""
     group: str = ""
-    """Name of the process group of the ranks, once they run."""
+    """Name of the ranks' process group, once they run."""
 
     def seen(self, gathered: Tensor) -> Tensor:
-        """Return the keys that segments see, end to end, of gathered ones ``[T, ...]``."""
+        """Return the keys that segments see, end to end, from gathered ones ``[T, ...]``."""
         seen: Tensor = _Seen.apply(gathered, *self.keys)
         return seen
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the rows of all ranks ``[T, ...]``, rank by rank, of this one's ``[T / ranks, ...]``; a collective."""
+        """Gather all ranks' rows ``[T, ...]``, rank by rank, from this rank's ``[T / ranks, ...]``; a collective."""
         gathered: Tensor = _Gathered.apply(rows, self.ranks, self.group)
         return gathered
 
@@ -64,14 +63,14 @@ class Context(Movable):
 
 
 def in_context(inputs: ModuleInputs, rank: int, ranks: int) -> SequenceInputs:
-    """Return what one of ``ranks`` context-parallel ranks takes of an instance's inputs, see :class:`ContextSharding`.
+    """Return the part of an instance's inputs of one of ``ranks`` context-parallel ranks, see :class:`ContextSharding`.
 
     Sequences keep their numbers and lengths, rows their labels and positions.
 
     Raises:
-        ModelError: they are more than token sequences, or their rows do not divide.
+        ModelError: the inputs are not plain token sequences, or their rows do not divide.
     """
-    if type(inputs) is not SequenceInputs:  # other fields may be of rows, too
+    if type(inputs) is not SequenceInputs:  # other fields may have one entry per row, too
         raise ModelError(
             f"cp={ranks} of a module that takes {type(inputs).__name__}: it is for SequenceInputs; set cp=1"
         )
@@ -93,7 +92,7 @@ def in_context(inputs: ModuleInputs, rank: int, ranks: int) -> SequenceInputs:
         rows.append(count)
         lengths.append(length)
     segments = [np.concatenate(of) for of in (rows, lengths)]
-    mine, seen = torch.from_numpy(by_rank[rank]), torch.from_numpy(np.concatenate(keys))
+    own_rows, seen = torch.from_numpy(by_rank[rank]), torch.from_numpy(np.concatenate(keys))
     offsets = [torch.from_numpy(ragged.offsets(each).astype(np.int32)) for each in segments]
     extents = [torch.empty(int(each.max(initial=0)), 0, dtype=torch.float32) for each in segments]
     context = Context(
@@ -110,13 +109,13 @@ def in_context(inputs: ModuleInputs, rank: int, ranks: int) -> SequenceInputs:
     own_labels = np.stack([of, np.arange(len(of)) - ragged.starts(count)[of]], axis=1)
     return replace(
         inputs,
-        ids=inputs.ids[mine],
-        labels=inputs.labels[mine],
+        ids=inputs.ids[own_rows],
+        labels=inputs.labels[own_rows],
         labelled=None,
         packing=replace(
             packing,
-            positions=packing.positions[mine],
-            sequence=packing.sequence[mine],
+            positions=packing.positions[own_rows],
+            sequence=packing.sequence[own_rows],
             offsets=offsets[0],
             alike=False,
             buckets=(),
@@ -129,7 +128,7 @@ def in_context(inputs: ModuleInputs, rank: int, ranks: int) -> SequenceInputs:
 
 
 class _Gathered(torch.autograd.Function):
-    """All ranks' rows, whose gradients are summed where they came from."""
+    """A gather of all ranks' rows; gradients are summed on the rows' own rank."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ranks: int, group: str) -> Tensor:
@@ -146,7 +145,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Seen(torch.autograd.Function):
-    """``rows[near + far]``, whose backward adds to no row twice at once, so that sums have one order."""
+    """A gather ``rows[near + far]``; its backward never adds two gradients to a row at once, so sums have one order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, near: Tensor, far: Tensor) -> Tensor:

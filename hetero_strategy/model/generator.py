@@ -1,4 +1,4 @@
-"""A module with a loss of its own that makes items from the rows of a language model."""
+"""A module with its own loss that makes items from the rows of a language model."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from hetero_strategy.errors import DataError
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, previous_rows
 from hetero_strategy.model.causal_lm import check_slots
 from hetero_strategy.model.inputs import ModuleInputs, Packing, host_index, runs_of
-from hetero_strategy.model.kind import LossOutput, ModuleKind
+from hetero_strategy.model.kind import InstanceUnits, LossOutput, ModuleKind
 
 if TYPE_CHECKING:
-    from hetero_strategy.loading.payload import InstanceUnits
     from hetero_strategy.plan.step_plan import StepMetadata
 
 
 @dataclass(frozen=True, eq=False)
 class GeneratorInputs(ModuleInputs):
-    """All items that one generator instance draws in one microbatch. Zero items are allowed.
+    """A batch of all items that one generator instance draws in one microbatch. Zero items are allowed.
 
     Inside the module an item's rows are its condition rows, then its target rows.
     """
 
     values: Tensor
-    """float32 ``[R, feature]``, raw target rows of all items end to end (image: patches). ``[0, feature]`` on ranks
-    that hold inner pipeline stages only, as is :attr:`noise`."""
+    """float32 ``[R, feature]``, raw target rows of all items end to end (image: patches). Like :attr:`noise`, ``[0,
+    feature]`` on ranks with only inner pipeline stages."""
     noise: Tensor
     """float32 ``[R, feature]``, drawn from the standard normal distribution."""
     time: Tensor
@@ -43,11 +42,11 @@ class GeneratorInputs(ModuleInputs):
     sizes: np.ndarray
     """int64 ``[n, k]``, on the host: image (grid height, grid width) in patches."""
     rows: np.ndarray
-    """int64 ``[n]``, on the host: condition rows that the edge brings to each item."""
+    """int64 ``[n]``, on the host: condition rows of each item, which the edge carries."""
     packing: Packing
-    """The rows inside the module, packed."""
+    """Packing of the rows inside the module."""
     counted: Tensor | None = None
-    """bool ``[n]``: items whose loss counts; None if all do."""
+    """bool ``[n]``: items whose loss counts; None if all count."""
 
     @override
     def silenced(self, bad: np.ndarray) -> Self:
@@ -73,24 +72,24 @@ class GeneratorInputs(ModuleInputs):
 
     @property
     def target_rows(self) -> np.ndarray:
-        """The number of target rows of each item, int64 ``[n]``, on the host."""
+        """Return the number of target rows of each item, int64 ``[n]``, on the host."""
         return self.packing.lengths[: len(self.rows)] - self.rows
 
 
 @dataclass
 class GeneratorOutput(LossOutput):
-    """What a generator makes of one microbatch of R target rows. The loss is summed over target elements."""
+    """A generator's output for one microbatch of R target rows. The loss is summed over target elements."""
 
     drawn: Tensor | None = None
-    """``[R, feature]`` in evaluation: target rows drawn from the conditions. None where the module is pipelined, as
+    """``[R, feature]`` in evaluation: target rows drawn from the conditions. None if the module is pipelined, because
     drawing takes many passes through all stages."""
 
 
-register_dataclass(GeneratorOutput)  # as LossOutput
+register_dataclass(GeneratorOutput)  # as for LossOutput
 
 
 class GeneratorKind(ModuleKind):
-    """Units are items; the loss is counted in target elements, and an evaluation gives the target rows drawn."""
+    """A kind for generators: units are items, the loss counts target elements, evaluation gives drawn target rows."""
 
     name = "Generator"
     takes_from = ("CausalLM",)
@@ -98,8 +97,8 @@ class GeneratorKind(ModuleKind):
 
     @override
     def inputs(self, units: InstanceUnits) -> GeneratorInputs:
-        """Make noise and times, which are functions of (seed, epoch, generator, item of the data set) alone."""
-        reads = units.first or units.last  # the first stage sees noised targets, the last compares with them
+        """Make noise and times, which are functions of only (seed, epoch, generator, item of the data set)."""
+        reads = units.first or units.last  # the first stage reads noised targets, the last compares with them
         items = units.content.items(units.module, units.numbers)
         empty = np.zeros((0, units.processor.feature), np.float32)
         values = units.content.values(units.module, units.numbers) if reads else []
@@ -107,7 +106,7 @@ class GeneratorKind(ModuleKind):
         time = np.zeros(len(units.numbers), np.float32)
         for place, item in enumerate(items.numbers.tolist()):
             random = np.random.Generator(np.random.PCG64([*units.seed, item, zlib.crc32(units.module.encode())]))
-            time[place] = random.random(dtype=np.float32)  # first, so that ranks that read no payload draw the same
+            time[place] = random.random(dtype=np.float32)  # first, so that ranks without payload draw the same
             if reads:
                 noise.append(random.standard_normal(values[place].shape, np.float32))
         return GeneratorInputs(
@@ -122,7 +121,7 @@ class GeneratorKind(ModuleKind):
 
     @override
     def result(self, module: Adapter, metadata: StepMetadata, like: Tensor, *, pipelined: bool) -> Tensor | None:
-        """Target rows drawn, in item order, ``[target rows, feature]``."""
+        """Return zeros for the drawn target rows, in item order, ``[target rows, feature]``."""
         assert isinstance(module, Generator)
         return None if pipelined else like.new_zeros(int(_target_rows(metadata, module.name).sum()), module.feature)
 
@@ -136,13 +135,13 @@ class GeneratorKind(ModuleKind):
 
 
 def _target_rows(metadata: StepMetadata, module: str) -> np.ndarray:
-    """Count the rows that each item of a generator becomes: those inside the module that are not conditions."""
+    """Count the target rows of each item of a generator: rows inside the module that are not conditions."""
     items = metadata.items[module]
     return items.inner_rows - items.edge_rows
 
 
 class Generator(Adapter):
-    """Base of generators: rows of conditions and of noised targets, blocks, loss.
+    """A base of generators: rows of conditions and of noised targets, blocks, loss.
 
     :attr:`width` is the width of the condition rows, which come from a language model.
     """
@@ -156,19 +155,19 @@ class Generator(Adapter):
         """Turn noised targets and conditions into rows inside the module ``[T, hidden_width]``.
 
         Args:
-            inputs: the items, with T packed rows.
-            conditions: the language model's rows ``[C, width]``.
-            index: int64 ``[C]``, the packed rows that the conditions fill.
+            inputs: items with T packed rows.
+            conditions: rows of the language model, ``[C, width]``.
+            index: packed rows that the conditions fill, int64 ``[C]``.
         """
 
     @abstractmethod
     def transform(self, hidden: Tensor, inputs: GeneratorInputs) -> Tensor:
-        """Run rows ``[T, hidden_width]`` through the blocks that this stage holds."""
+        """Run rows ``[T, hidden_width]`` through this stage's blocks."""
 
     @abstractmethod
     def loss(self, hidden: Tensor, inputs: GeneratorInputs) -> Tensor:
-        """Sum the loss of the last block's rows ``[T, hidden_width]`` over all target elements of the items that count
-        (:attr:`GeneratorInputs.counted`).
+        """Sum the loss of the last block's rows ``[T, hidden_width]`` over target elements of
+        :attr:`GeneratorInputs.counted` items.
         """
 
     @abstractmethod
@@ -186,14 +185,14 @@ class Generator(Adapter):
 
         Args:
             inputs: targets, noise and times.
-            rows: (source, its microbatch) -> ``[len(slots), width]``.
-            hidden: rows of the previous pipeline stage, where this one is not the first.
+            rows: (source, its microbatch) -> condition rows ``[len(slots), width]``.
+            hidden: rows of the previous pipeline stage, unless this is the first.
 
         Returns:
-            :class:`GeneratorOutput`, or rows for the next stage where this one is not the last.
+            :class:`GeneratorOutput`, or rows for the next stage if this is not the last.
 
         Raises:
-            DataError: rows and slots do not match, or a condition row is not given.
+            DataError: rows and slots do not match, or a condition row is missing.
         """
         if self.first_stage:
             conditions, index = self.conditions(inputs, rows)
@@ -208,17 +207,13 @@ class Generator(Adapter):
         return output
 
     def conditions(self, inputs: GeneratorInputs, rows: Mapping[Hashable, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return all condition rows ``[C, width]``, and the packed rows that they fill, int64 ``[C]``.
-
-        Raises:
-            DataError: rows and slots do not match, or a condition row is missing.
-        """
+        """Return all condition rows ``[C, width]``, and the packed rows that they fill, int64 ``[C]``."""
         check_slots(inputs.slots, rows)
         count, needed = sum(map(len, rows.values())), int(inputs.rows.sum())
         if count != needed:
             raise DataError(f"{count} condition rows are given, but the items take {needed}: is an edge missing?")
         index = [slots for source, slots in inputs.slots.items() if source in rows]
-        if not index:  # no items: the graph still reaches every parameter
+        if not index:  # no items: the graph must still reach every parameter
             return inputs.time.new_zeros(0, self.width), inputs.packing.positions.new_zeros(0)
         conditions = [rows[source] for source in inputs.slots if source in rows]
         return (conditions[0], index[0]) if len(index) == 1 else (torch.cat(conditions), torch.cat(index))

@@ -1,4 +1,4 @@
-"""Local Hugging Face folders: config.json and safetensors, read tensor by tensor."""
+"""Read local Hugging Face folders: config.json and safetensors, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hetero_strategy.errors import ModelError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EXTRA = "extra.safetensors"
-"""What an export writes beside them: tensors that have no place in the Hugging Face model, under our own names."""
+"""File of an export for tensors that have no place in the Hugging Face model, under our own names."""
 
 PROCESSOR = "preprocessor_config.json"
-"""What a folder may say there of how files are read."""
+"""File of a folder with settings of its files' processor."""
 
 Selection = Mapping[int, Tensor]
-"""A part of a tensor: dimension -> int64 indices along it, in the order wanted. Dimensions left out are whole."""
+"""Part of a tensor: dimension -> int64 indices along it, in the order wanted. Missing dimensions are whole."""
 
 
 def select(tensor: Tensor, selection: Selection) -> Tensor:
-    """Return the selected part of a tensor; the tensor itself where nothing is left out."""
+    """Return the selected part of a tensor; the tensor itself if nothing is left out."""
     for dim, index in selection.items():
         tensor = tensor.index_select(dim, index.to(tensor.device))
     return tensor
@@ -35,23 +35,23 @@ def select(tensor: Tensor, selection: Selection) -> Tensor:
 
 @dataclass(frozen=True)
 class HFWeights:
-    """How the parameters of a module are stored in a Hugging Face folder."""
+    """A map between the parameters of a module and a Hugging Face folder."""
 
     names: Mapping[str, str]
     """FQN of each parameter -> its name in a folder of this module alone."""
     config: Mapping[str, Any]
     """Content of config.json."""
     paired_heads: Mapping[str, int] = field(default_factory=dict)
-    """FQN -> heads of projections whose rotary embedding turns neighbouring rows. Hugging Face's turns halves, so its
-    folders hold their rows in another order: :func:`pairs_to_halves`."""
+    """FQN -> heads of projections whose rotary embedding turns neighbouring rows. Hugging Face's embedding turns
+    halves, so its folders have another order of rows: :func:`pairs_to_halves`."""
     prefixes: tuple[str, ...] = ("",)
-    """What may stand before the names in a folder that holds more than this module."""
+    """Prefixes that names may have in a folder with more than this module."""
     ignored: tuple[str, ...] = ()
-    """Globs of names in such a folder that this module rightly leaves out."""
+    """Globs of names in such a folder that this module leaves out on purpose."""
     tied: tuple[str, str] | None = None
-    """Names of an embedding and of the head that is the same tensor; a folder may hold either, or both."""
+    """Names of an embedding and of the head that is the same tensor; a folder may have one or both."""
     processor: Mapping[str, Any] | None = None
-    """What the folder that the weights come from has said in :data:`PROCESSOR`, of what is used here."""
+    """Settings of the weights' folder in :data:`PROCESSOR` that are used here."""
 
     def below(self, prefix: str) -> HFWeights:
         """Return the same weights for a module whose FQNs have ``prefix`` in front."""
@@ -61,16 +61,12 @@ class HFWeights:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """Read config.json of a folder.
-
-    Raises:
-        ModelError: there is none, or it is no object of JSON.
-    """
+    """Read config.json of a folder."""
     return read_json(Path(folder) / "config.json")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file of a folder; errors as :func:`read_config`."""
+    """Read a JSON object from a file."""
     try:
         config: dict[str, Any] = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
@@ -83,8 +79,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_processor(folder: str | Path, part: str) -> dict[str, Any]:
-    """Read what a folder says of how files are read, in :data:`PROCESSOR` or, as transformers 5 saves a processor, in
-    that part of another file; nothing where it has neither. Errors as :func:`read_config`.
+    """Read the processor settings of a folder; {} if there are none.
+
+    They are in :data:`PROCESSOR` or, as transformers 5 saves a processor, in ``part`` of processor_config.json.
     """
     path, joined = (Path(folder) / name for name in (PROCESSOR, "processor_config.json"))
     if path.is_file():
@@ -103,7 +100,7 @@ def halves_to_pairs(tensor: Tensor, heads: int) -> Tensor:
 
 
 class SafetensorFiles(ExitStack):
-    """The safetensors files of a folder, each opened on first use. A context manager that closes them."""
+    """A context manager for the safetensors files of a folder: it opens each on first use and closes all."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -120,11 +117,11 @@ class SafetensorFiles(ExitStack):
 
 
 class TensorFolder(SafetensorFiles):
-    """Tensors of a Hugging Face folder by name, whichever file holds them; read one by one."""
+    """The tensors of a Hugging Face folder by name, in whichever file; read one by one."""
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(Path(folder))
-        if (self.folder / SINGLE).exists():  # before the shards, as transformers does
+        if (self.folder / SINGLE).exists():  # preferred to shards, as in transformers
             self._files: Mapping[str, str] = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         elif (self.folder / INDEX).exists():
             self._files = read_json(self.folder / INDEX).get("weight_map", {})
@@ -141,11 +138,7 @@ class TensorFolder(SafetensorFiles):
         return frozenset(self._files) - self.own
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor without reading it.
-
-        Raises:
-            ModelError: it is not in the file that the index says.
-        """
+        """Return the shape of a tensor without reading it."""
         from safetensors import SafetensorError
 
         try:
@@ -154,9 +147,9 @@ class TensorFolder(SafetensorFiles):
             raise ModelError(f"{self.folder / self._files[name]} lacks {name!r}, against its index: {fault}") from None
 
     def read(self, name: str, selection: Selection) -> Tensor:
-        """Read the selected part of one tensor to the CPU, and nothing else of it.
+        """Read only the selected part of one tensor, to the CPU.
 
-        The file is read in runs of neighbouring indices, which are then put in the order wanted.
+        The file is read in runs of neighbouring indices, which are then reordered.
         """
         file = self._file(self._files[name])
         if not selection:

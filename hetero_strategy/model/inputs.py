@@ -1,4 +1,4 @@
-"""What a module takes: ragged sequences end to end in one row dimension, and where attention finds them."""
+"""Inputs of modules: ragged sequences end to end in one row dimension, with index tensors for attention."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ IGNORE = -100
 """Label of a row without a loss."""
 
 ALIKE_ROWS, ALIKE_MULTIPLE = 1024, 128
-"""Fewest rows of sequences that are alike, and of what these are a multiple."""
+"""Fewest rows of uniform sequences, and the number of which their rows are a multiple."""
 
 _Data = TypeVar("_Data")
 
 
 @dataclass(frozen=True)
 class ImagePatches:
-    """What an encoder's weights say of the ``ImageProcessor`` that its raw rows come from."""
+    """The fields of ``ImageProcessor`` that an encoder's weights fix."""
 
     patch_size: int
     channels: int
     merge: int
     mean: float | tuple[float, ...] | None = None
-    """None, here and below: no weights were trained with another than the usual one."""
+    """None, here and below: the weights were trained with the default."""
     std: float | tuple[float, ...] | None = None
     resample: int | None = None
     """Number of Pillow's filter."""
@@ -40,19 +40,19 @@ class ImagePatches:
 
 @dataclass(frozen=True)
 class MelFrames:
-    """What an encoder's weights say of the ``AudioProcessor`` that its raw rows come from."""
+    """The fields of ``AudioProcessor`` that an encoder's weights fix."""
 
     n_mels: int
     stack: int
     sampling_rate: int | None = None
-    """None, here and below: no weights were trained with one."""
+    """None, here and below: the weights fix no value."""
     hop_length: int | None = None
     n_fft: int | None = None
 
 
 @dataclass(frozen=True)
 class TargetPatches:
-    """What a generator's weights say of the ``ImageTarget`` that its target rows come from."""
+    """The fields of ``ImageTarget`` that a generator's weights fix."""
 
     patch_size: int
     channels: int
@@ -65,7 +65,7 @@ class Movable:
     """A dataclass whose tensors are moved together; arrays stay on the host."""
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Return a copy in which each tensor is what ``change`` makes of it."""
+        """Return a copy with ``change`` applied to each tensor."""
         return _moved(self, change)
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Self:
@@ -79,7 +79,7 @@ class Movable:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Sequences of similar length, padded together inside attention only."""
+    """A group of sequences of similar length, padded together inside attention only."""
 
     count: int
     length: int
@@ -87,12 +87,12 @@ class Bucket:
     start: int
     """First row of the bucket in the concatenated padded buckets."""
     mask: torch.Tensor | None
-    """bool ``[count, 1, 1, length]``, true at real rows; None where every sequence fills the bucket's length."""
+    """bool ``[count, 1, 1, length]``, true at real rows; None if every sequence fills the bucket's length."""
 
 
-@dataclass(eq=False)  # not frozen: of a frozen one torch 2.11 compiles every field, and buckets are never the same
+@dataclass(eq=False)  # not frozen: torch 2.11 would compile every field, and buckets always differ
 class Packing(Movable):
-    """Ragged sequences lying end to end in one row dimension ``[T]``, and where attention finds them."""
+    """A packing of ragged sequences end to end in one row dimension ``[T]``, with index tensors for attention."""
 
     lengths: np.ndarray
     """int64 ``[n]``, on the host: rows of each sequence."""
@@ -101,30 +101,28 @@ class Packing(Movable):
     sequence: torch.Tensor
     """int64 ``[T]``: number of the sequence that each row belongs to."""
     offsets: torch.Tensor
-    """int32 ``[n + 1]``: first row of each sequence, and T; as kernels for packed sequences take them. With
-    :attr:`context` of each segment."""
+    """int32 ``[n + 1]``: first row of each sequence, and T, for kernels of packed sequences. With :attr:`context`, of
+    each segment instead."""
     extent: torch.Tensor
     """``[longest, 0]``, without data: compiled code sees :attr:`longest` as a size that changes."""
     alike: bool
-    """Whether all sequences have one length that is worth a kernel made for it, and those of other microbatches too."""
+    """Whether all sequences, in other microbatches too, have one length that is worth specialised kernels."""
     buckets: tuple[Bucket, ...]
     gather: torch.Tensor | None
-    """int64 ``[padded rows]``: the row that each slot of the concatenated padded buckets holds; None where the rows
-    need not move."""
+    """int64 ``[padded rows]``: row in each slot of the concatenated padded buckets; None if rows need not move."""
     restore: torch.Tensor | None
-    """int64 ``[T]``: the slot of each row in the concatenated padded buckets; None as in :attr:`gather`."""
+    """int64 ``[T]``: slot of each row in the concatenated padded buckets; None if rows need not move."""
     context: Context | None = None
-    """Of context parallelism, where these rows are one rank's among those of all sequences, and attention has to look
-    elsewhere for the others: then all above but :attr:`lengths` and :attr:`extent` is of these rows alone."""
+    """Context parallelism: these rows belong to one rank, and attention also reads other ranks' rows. All fields above
+    but :attr:`lengths` and :attr:`extent` then describe only this rank's rows."""
 
     @staticmethod
     def of(lengths: np.ndarray, *, alike: bool = False) -> Packing:
-        """Lay out sequences of these lengths (zero allowed); all index tensors are made here, on the host.
+        """Pack sequences of these lengths (zero allowed); all index tensors are made here, on the host.
 
-        ``alike`` says that sequences have one length in the whole step, of all instances. cuDNN makes a plan for each
-        number and length of sequences, which takes it from 0.15 to 2 s (H100), and compiled code has a form of its own
-        for them: where lengths are often other ones, neither is worth it for a microbatch in which they happen to be
-        the same.
+        ``alike``: all sequences of the step, on all instances, have one length. cuDNN makes a plan for each number and
+        length of sequences in 0.15 to 2 s (H100), and compiled code specialises on them. If lengths vary, neither is
+        worth it for a microbatch whose lengths happen to be equal.
 
         A bucket holds lengths of at least 3/4 of its longest, so padding is at most a third of the rows and the number
         of buckets at most ``1 + log(longest / shortest) / log(4/3)``.
@@ -141,7 +139,7 @@ class Packing(Movable):
             longest = int(lengths[members].max())
             step = np.arange(longest)
             real = step < lengths[members, None]
-            # A padding slot holds its sequence's first row: any finite value does, nothing real ever reads it.
+            # A padding slot holds its sequence's first row: any finite value will do, because no real row reads it.
             source = starts[members, None] + np.where(real, step, 0)
             restore[source[real]] = slot + np.flatnonzero(real)
             mask = None if real.all() else torch.from_numpy(real)[:, None, None, :]
@@ -170,59 +168,56 @@ class Packing(Movable):
 
     @property
     def rows(self) -> int:
-        """The number of rows of all sequences, T."""
+        """Return the number of rows of all sequences, T."""
         return len(self.positions)
 
     @property
     def longest(self) -> int:
-        """The length of the longest sequence, 0 if there is none."""
+        """Return the length of the longest sequence, 0 if there is none."""
         return len(self.extent)
 
 
 @dataclass(frozen=True, eq=False)
 class ModuleInputs(Movable):
-    """What one instance of a module takes in one microbatch besides rows."""
+    """The inputs of one instance of a module in one microbatch, besides rows from other modules."""
 
     slots: dict[Hashable, torch.Tensor] = field(default_factory=dict, kw_only=True)
-    """(source, its microbatch) -> int64 positions among the rows inside the module that its rows fill, ascending; none
-    where no edge leads to the module. A source is a module's name in one process; under `HeteroStrategy` it is a stage
-    (a `StageId`, whose ``module`` is that name), and several stages of a module may each fill some."""
+    """(source, its microbatch) -> int64 positions of the source's rows among the rows inside the module, ascending;
+    empty if no edge leads to the module. A source is a module's name in one process. Under `HeteroStrategy` it is a
+    stage (a `StageId` with that ``module``), and several stages of a module may fill slots."""
 
     def silenced(self, bad: np.ndarray) -> Self:
-        """Return the same without a loss of the units that are ``bad``, bool ``[n]``; all shapes stay."""
+        """Return inputs without a loss of the units that are ``bad``, bool ``[n]``; all shapes stay."""
         raise NotImplementedError(f"{type(self).__name__}.silenced: on_error='skip' needs it")
 
     def only(self, units: np.ndarray) -> Self:
         """Return the inputs of some of the units, int64 ``[n]``, in this order and without slots.
 
-        Packed units are compared with each alone in classes that define it; a subclass does so again, for its fields.
+        Only classes that define this method have packed units compared with units alone; a subclass redefines it for
+        its fields.
         """
         raise NotImplementedError(f"{type(self).__name__}.only: packed units cannot be taken apart without it")
 
     def narrowed(self, dtype: torch.dtype) -> Self:
-        """Return the same with the payload in the dtype that its module computes in, where the module casts it first
-        of all.
-        """
+        """Return inputs with the payload in the dtype of the module's compute, if the module begins with that cast."""
         return self
 
 
 @dataclass(frozen=True, eq=False)
 class EncoderInputs(ModuleInputs):
-    """All items of one encoder instance in one microbatch. Zero items are allowed."""
+    """A batch of all items of one encoder instance in one microbatch. Zero items are allowed."""
 
     values: torch.Tensor
-    """float32 ``[R, feature]``, raw rows of all items end to end (image: patches; audio: mel frames); uint8 on their
-    way where there are :attr:`statistics`."""
+    """float32 ``[R, feature]``, raw rows of all items end to end (image: patches; audio: mel frames); uint8 in transit
+    if there are :attr:`statistics`."""
     sizes: np.ndarray
     """int64 ``[n, k]``, on the host: image (grid height, grid width) in patches; audio (frames,)."""
     rows: np.ndarray
     """int64 ``[n]``, on the host: output rows of each item, which the edge carries."""
     packing: Packing
-    """The rows that the backbone's transformer sees, packed."""
-    cached: CachedRows | None = None
-    """Where the backbone's rows are kept on disk: those of some items, whose values are not among ``values``."""
+    """Packing of the rows in the backbone's transformer."""
     statistics: torch.Tensor | None = None
-    """Where values are pixels: with what :meth:`as_numbers` makes numbers of them, see :func:`normalised`."""
+    """Statistics of pixel values, with which :meth:`as_numbers` normalises them, see :func:`normalised`."""
 
     @override
     def silenced(self, bad: np.ndarray) -> Self:
@@ -233,64 +228,22 @@ class EncoderInputs(ModuleInputs):
         raw = self.sizes.prod(axis=1)
         values = runs_of(self.values, raw, units) if len(self.values) else self.values
         packing = Packing.of(self.packing.lengths[units])
-        return replace(
-            self, values=values, sizes=self.sizes[units], rows=self.rows[units], packing=packing, cached=None, slots={}
-        )
+        return replace(self, values=values, sizes=self.sizes[units], rows=self.rows[units], packing=packing, slots={})
 
     @override
     def narrowed(self, dtype: torch.dtype) -> Self:
-        cached = None if self.cached is None else self.cached.narrowed(dtype)
-        values = self.values.to(dtype) if self.values.is_floating_point() else self.values
-        return replace(self, values=values, cached=cached)
+        return replace(self, values=self.values.to(dtype)) if self.values.is_floating_point() else self
 
     def as_numbers(self) -> Self:
-        """Return the same with float32 values, normalised, where they have travelled as pixels."""
-        cached = None if self.cached is None else self.cached.as_numbers()
-        if self.statistics is None and cached is self.cached:
+        """Return inputs with float32 values, normalised if they travelled as pixels."""
+        if self.statistics is None:
             return self
-        values = self.values if self.statistics is None else normalised(self.values, self.statistics)
-        return replace(self, values=values, statistics=None, cached=cached)
-
-
-@dataclass(frozen=True, eq=False)
-class CachedRows:
-    """Rows of a frozen backbone that were read from disk for some of the items, and what else there is to compute."""
-
-    rows: torch.Tensor
-    """``[R, width]``, of the items that were found, end to end."""
-    found: int
-    """Number of these items."""
-    missed: EncoderInputs | None
-    """The other items; None where none was found: then they are all."""
-    order: torch.Tensor | None
-    """int64: where each row of all items lies among those of the missed and of the found ones, end to end in this
-    order; None where there are only such or only such."""
-    keys: np.ndarray
-    """uint64 ``[m, 2]``, on the host: of each missed item."""
-    lengths: np.ndarray
-    """int64 ``[m]``: rows of each of these."""
-    keep: np.ndarray
-    """bool ``[m]``: whether they are to be written; not those of files that could not be read."""
-
-    def narrowed(self, dtype: torch.dtype) -> CachedRows:
-        """Return the same with the payload of what was missed in this dtype."""
-        return self if self.missed is None else replace(self, missed=self.missed.narrowed(dtype))
-
-    def as_numbers(self) -> CachedRows:
-        """Return the same with numbers in place of pixels in what was missed."""
-        return self if self.missed is None else replace(self, missed=self.missed.as_numbers())
-
-    def joined(self, computed: torch.Tensor | None) -> torch.Tensor:
-        """Return the rows of all items in their order, from those that were ``computed`` of the missed ones."""
-        if self.order is None:
-            return self.rows if computed is None or not len(self.keys) else computed
-        assert computed is not None
-        return torch.cat([computed, self.rows]).index_select(0, self.order)
+        return replace(self, values=normalised(self.values, self.statistics), statistics=None)
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceInputs(ModuleInputs):
-    """Token sequences of one language model instance in one microbatch."""
+    """The token sequences of one language model instance in one microbatch."""
 
     ids: torch.Tensor
     """int64 ``[T]``: token numbers."""
@@ -299,10 +252,10 @@ class SequenceInputs(ModuleInputs):
     packing: Packing
     """The T rows, packed; alignment rows form a last sequence of their own with labels -100."""
     labelled: torch.Tensor | None = None
-    """int64: the rows that have a label, ascending; found where the inputs are made, on the host."""
+    """int64: rows with a label, ascending; computed when the inputs are made, on the host."""
     own_labels: np.ndarray | None = None
-    """int64 ``[labels, 2]``, on the host: with context parallelism, of each label that these rows have its sequence and
-    its number among the labels of that; None: these rows have all."""
+    """int64 ``[labels, 2]``, on the host: sequence of each label of these rows, and its number among that sequence's
+    labels, with context parallelism; None: these rows have all labels."""
 
     def __post_init__(self) -> None:
         if self.labelled is None:
@@ -310,7 +263,7 @@ class SequenceInputs(ModuleInputs):
 
     @override
     def silenced(self, bad: np.ndarray) -> Self:
-        sequences = np.zeros(len(self.packing.lengths), bool)  # alignment rows, last, have no labels anyway
+        sequences = np.zeros(len(self.packing.lengths), bool)  # alignment rows, which are last, have no labels
         sequences[: len(bad)] = bad
         silent = torch.from_numpy(sequences).to(self.labels.device).index_select(0, self.packing.sequence)
         labels = self.labels.masked_fill(silent, IGNORE)
@@ -324,9 +277,9 @@ class SequenceInputs(ModuleInputs):
         return replace(self, ids=ids, labels=labels, labelled=None, packing=Packing.of(lengths[units]), slots={})
 
 
-@dataclass(eq=False)  # not frozen: Lightning moves what predict_step returns to the host field by field
+@dataclass(eq=False)  # not frozen: Lightning moves predict_step's result to the host field by field
 class Ragged:
-    """Runs of values end to end: run ``i`` is ``values[offsets[i]:offsets[i + 1]]``."""
+    """A list of runs of values end to end: run ``i`` is ``values[offsets[i]:offsets[i + 1]]``."""
 
     values: torch.Tensor
     offsets: np.ndarray
@@ -334,10 +287,10 @@ class Ragged:
 
 
 def normalised(pixels: torch.Tensor, statistics: torch.Tensor) -> torch.Tensor:
-    """Make numbers, float32, of pixels, uint8 ``[R, feature]``, whose features have the channels last.
+    """Normalise pixels, uint8 ``[R, feature]`` with channels last, to float32.
 
     Args:
-        statistics: float32 ``[2, channels]``, mean and deviation of pixels that are scaled to 0..1.
+        statistics: mean and deviation of pixels scaled to 0..1, float32 ``[2, channels]``.
     """
     mean, std = statistics
     values = pixels.to(torch.float32, copy=True).div_(255.0).unflatten(1, (-1, len(mean)))
@@ -345,7 +298,7 @@ def normalised(pixels: torch.Tensor, statistics: torch.Tensor) -> torch.Tensor:
 
 
 def runs_of(rows: torch.Tensor, lengths: np.ndarray, units: np.ndarray) -> torch.Tensor:
-    """Return the rows of some units, of all that lie end to end in ``rows`` with these lengths."""
+    """Return the rows of some units, where ``rows`` has all units of these lengths end to end."""
     return rows[host_index(ragged.expand(ragged.starts(lengths)[units], lengths[units]), rows)]
 
 
@@ -355,7 +308,7 @@ def host_index(index: np.ndarray, like: torch.Tensor) -> torch.Tensor:
 
 
 def without_waiting(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor of the host to a device behind what is under way there, without waiting for it."""
+    """Copy a tensor from the host to a device, queued after the device's pending work, without waiting."""
     if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -385,7 +338,7 @@ def _similar(lengths: np.ndarray) -> list[np.ndarray]:
         last = int(np.searchsorted(-descending[:nonempty], -shortest, side="right"))
         groups.append(np.sort(order[first:last]))
         first = last
-    # In order of first appearance, so that sequences already lying in bucket order need no gather.
+    # In order of first appearance, so that sequences already in bucket order need no gather.
     return sorted(groups, key=lambda group: int(group[0]))
 
 
@@ -396,8 +349,8 @@ def _moved(data: _Data, move: Callable[[torch.Tensor], Any]) -> _Data:
 
 
 def _value(value: Any, move: Callable[[torch.Tensor], Any]) -> Any:
-    """The same for what a field holds. No inner function: one that calls itself would keep tensors until garbage is
-    collected.
+    """Apply ``move`` to a field's value. It is no inner function: a recursive one would keep tensors until garbage
+    collection.
     """
     if isinstance(value, torch.Tensor):
         return move(value)

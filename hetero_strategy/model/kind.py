@@ -1,119 +1,226 @@
-"""What makes a module an encoder, a language model, a generator, or something else: its :class:`ModuleKind`.
+""":class:`ModuleKind`: the difference between encoders, language models, generators and custom modules.
 
-The model, the data and the runtime ask a module's kind wherever modules differ. A kind of your own is a subclass;
-nothing else has to know it.
+The model, the data and the runtime ask a module's kind wherever modules differ. A custom kind is a subclass; no other
+code has to know it. A kind makes a module's inputs from the units that an instance computes and the processor of their
+files.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
 from hetero_strategy.errors import HeteroError, ModelError
-from hetero_strategy.model.inputs import ModuleInputs
+from hetero_strategy.model.inputs import EncoderInputs, ModuleInputs
 
-if TYPE_CHECKING:  # a kind speaks of plans and payloads, which are made above this room
-    from hetero_strategy.loading.payload import InstanceUnits
+if TYPE_CHECKING:  # plans are defined in a higher room
     from hetero_strategy.model.adapter import Adapter
     from hetero_strategy.plan.step_plan import StepItems, StepMetadata
 
 
+Sizes = tuple[int, ...]
+
+
+class Media(Protocol):
+    """A processor of one kind of media file, which measures and reads files."""
+
+    @property
+    def field(self) -> str:
+        """Return the manifest field that names the files; ``<field>`` stands for an item in the text."""
+
+    @property
+    def feature(self) -> int:
+        """Return the width of a raw row."""
+
+    @property
+    def size_names(self) -> tuple[str, ...]:
+        """Return the names of the numbers in the sizes that ``measure`` returns."""
+
+    def measure(self, path: str | Path) -> tuple[Sizes, int]:
+        """Return sizes, whose product is the raw rows, and rows at the edge, from the header. Raise DataError."""
+
+    def check(self, path: str | Path) -> str | None:
+        """Decode the whole file and discard the result; return a warning about it, if any. Raise DataError."""
+
+    def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
+        """Return rows ``[R, feature]``, float32 or the media's own ``dtype``.
+
+        Raises:
+            DataError: the file cannot be read, or no longer has the given ``sizes``.
+        """
+
+    def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
+        """Return rows inside the module, int64 ``[n]``, of items with these sizes, int64 ``[n, k]``."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return settings, ready for JSON; they are part of the index's key."""
+
+
+class Processor(Media, Protocol):
+    """A processor that makes the inputs of an encoder."""
+
+    def collate(self, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
+        """Put items end to end; no items give ``[0, feature]``."""
+
+
+@runtime_checkable
+class TargetProcessor(Media, Protocol):
+    """A processor that makes the targets of a generator. ``measure`` returns the condition rows as an item's rows."""
+
+    def target_elements(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the number of values in the loss, int64 ``[n]``, of items with these sizes, int64 ``[n, k]``."""
+
+
+@dataclass(frozen=True)
+class Items:
+    """A selection of items of one module."""
+
+    numbers: np.ndarray
+    """Numbers in the module's item table, int64 ``[n]``."""
+    sizes: np.ndarray
+    """Sizes of each item, int64 ``[n, k]``."""
+    rows: np.ndarray
+    """Rows that cross the module's edges, int64 ``[n]``."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """Access to the units of one step that a rank computes."""
+
+    text: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    """Function of numbers of samples in the step: returns their token ids, int32 ``[T]``, and whether each is
+    predicted, bool ``[T]``."""
+    items: Callable[[str, np.ndarray], Items]
+    """Function of a module and numbers of some of its items in the step: returns these items."""
+    values: Callable[[str, np.ndarray], list[np.ndarray]]
+    """Function of the same arguments: returns raw rows of each item, ``[R, feature]``; raises DataError if one cannot
+    be read."""
+
+
+@dataclass(frozen=True)
+class InstanceUnits:
+    """The units that one instance of a module computes in one of its microbatches, and access to their payload."""
+
+    module: str
+    numbers: np.ndarray
+    """Units, int64 ``[n]``: numbers of samples, or of items in :attr:`StepMetadata.items`."""
+    edge_rows: np.ndarray
+    """Rows of each unit that cross edges, int64 ``[n]``."""
+    inner_rows: np.ndarray
+    """Rows of each unit inside the module, int64 ``[n]``; alignment rows follow as one more unit."""
+    slots: dict[Hashable, Tensor]
+    """Slots for the module's inputs."""
+    first: bool
+    """Whether this rank holds the module's first stage."""
+    last: bool
+    """Whether this rank holds the module's last stage."""
+    seed: tuple[int, int]
+    """Seed of random inputs: the data's seed and the epoch."""
+    processor: Any
+    """Processor of the module's media; None if it has none."""
+    content: Content
+    alike: bool = False
+    """Whether all units of the module in the step have the same number of rows inside it."""
+
+
 @dataclass
 class LossOutput:
-    """What the last stage of a module with a loss makes of one microbatch."""
+    """The last stage's output for one microbatch of a module with a loss."""
 
     loss_sum: Tensor
-    """fp32 (fp64 for an fp64 model) scalar: the loss summed over its elements, in no way divided."""
+    """fp32 (fp64 for an fp64 model) scalar: the loss summed over its elements, not divided."""
     hidden: Tensor | None = field(default=None, kw_only=True)
-    """``[T_local, width]``: the rows that edges to other modules carry."""
+    """``[T_local, width]``: rows for edges to other modules."""
 
 
-# Otherwise FSDP of torch before 2.13 does not see its tensors, and gathers no weights for their backward. The same
-# holds for every class that derives from it.
+# Otherwise FSDP of torch before 2.13 misses its tensors and gathers no weights for their backward. Every derived class
+# needs this, too.
 register_dataclass(LossOutput)
 
 
 class ModuleKind(ABC):
-    """What sets modules of one kind apart. Its one object is the ``kind`` of the adapter class; it is pickled."""
+    """A base of module kinds. Its one object is the ``kind`` of the adapter class; it is pickled."""
 
     name: str
-    """As in messages, such as "CausalLM"; other kinds name it in their edge rules."""
+    """Name in messages and in the edge rules of other kinds, such as "CausalLM"."""
     takes_from: tuple[str, ...] = ()
-    """Kinds whose rows an edge may bring to it."""
+    """Kinds from which an edge may lead to this kind."""
     gives_to: tuple[str, ...] = ()
-    """Kinds to which an edge may lead from it, besides those that name it in ``takes_from``."""
+    """Kinds to which an edge may lead from this kind, besides kinds that name it in ``takes_from``."""
     sources: int | None = None
-    """How many edges lead to each module; None: any number."""
+    """Number of edges that lead to each module; None: any number."""
     samplewise: bool = False
-    """Whether its units are whole samples with all their tokens; the others have units of their own."""
+    """Whether its units are whole samples with all their tokens; other kinds have smaller units."""
     has_loss: bool = True
-    """Whether the last stage gives a :class:`LossOutput`; otherwise rows, and an edge has to lead from it."""
+    """Whether the last stage returns a :class:`LossOutput`; otherwise it returns rows, and an edge must lead from it.
+    """
 
     @property
     def has_own_units(self) -> bool:
-        """Whether its units are neither samples nor files: :meth:`units` says what they are."""
+        """Return whether its units are neither samples nor files: :meth:`units` then defines them."""
         return type(self).units is not ModuleKind.units
 
     def units(self, metadata: StepMetadata, sources: Sequence[str]) -> StepItems:
-        """Return the units of a global batch, where they are neither samples nor files of a processor.
+        """Return the units of a global batch if they are neither samples nor files of a processor.
 
-        Their ``given`` says which rows each source gives them, their ``targets`` how many elements of the loss each
-        has: the sum over the global batch is what the loss is divided by. Pure, the same on every rank.
+        Their ``given`` has the rows from each source, their ``targets`` the number of loss elements of each unit; the
+        loss is divided by the sum of ``targets`` over the global batch. Pure, the same on every rank.
 
         Args:
-            metadata: of the global batch, with the items of modules that have a processor.
+            metadata: metadata of the global batch, with the items of modules that have a processor.
             sources: modules from which edges lead to this one.
         """
         raise NotImplementedError(f"{type(self).__name__}.units: a module without a processor needs them")
 
     @abstractmethod
     def inputs(self, units: InstanceUnits) -> ModuleInputs:
-        """Return what the module takes in one microbatch besides rows."""
+        """Return the module's inputs in one microbatch, besides rows."""
 
     def metrics(self, metadata: StepMetadata, module: str) -> dict[str, int]:
-        """Return, by name of each metric of the step, what the sum over all units is divided by."""
+        """Return metric of the step -> divisor of its sum over all units."""
         return {}
 
     def measured(self, inputs: Any, output: Any) -> Sequence[Tensor]:
-        """Return one microbatch's scalar summand of each of the :meth:`metrics`; with context parallelism that of this
+        """Return one microbatch's scalar summand of each of the :meth:`metrics`; with context parallelism, of this
         rank's rows, see :class:`~hetero_strategy.model.context.Context`.
         """
         return ()
 
     def result(self, module: Adapter, metadata: StepMetadata, like: Tensor, *, pipelined: bool) -> Tensor | None:
-        """Return zeros for what an evaluation gives of the global batch, ``[rows, ...]``; None if there is nothing.
+        """Return zeros for an evaluation's result of the global batch, ``[rows, ...]``; None without a result.
 
         Args:
             module: the whole module.
-            metadata: of the global batch.
-            like: of the device and of the dtype of losses.
-            pipelined: the module has several stages.
+            metadata: metadata of the global batch.
+            like: tensor with the device and the dtype of losses.
+            pipelined: whether the module has several stages.
         """
         return None
 
     def placed(
         self, metadata: StepMetadata, module: str, units: np.ndarray, inputs: Any, output: Any
     ) -> tuple[np.ndarray, Tensor] | None:
-        """Return one microbatch's part of the :meth:`result`: int64 row numbers and their values; None if it has none.
-        With context parallelism those of this rank's rows.
+        """Return one microbatch's part of the :meth:`result`: int64 row numbers and their values, or None. With context
+        parallelism, for this rank's rows.
 
         Args:
-            metadata: of the global batch.
-            module: its name.
-            units: of the microbatch, int64 ``[n]``.
-            inputs, output: of the microbatch.
+            metadata: metadata of the global batch.
+            module: name of the module.
+            units: unit numbers of the microbatch, int64 ``[n]``.
+            inputs, output: inputs and output of the microbatch.
         """
         return None
 
 
 def check_output(module: Adapter, output: Any) -> None:
-    """Refuse what the last stage of a module gives, where it is no loss although the module's kind has one."""
+    """Raise ModelError if the last stage of a module whose kind has a loss returns no loss."""
     if module.kind.has_loss and not isinstance(output, LossOutput):
         raise ModelError(
             f"module '{module.name}' is a {module.kind.name}, which has a loss, but its forward returned a"
@@ -122,22 +229,19 @@ def check_output(module: Adapter, output: Any) -> None:
 
 
 def joins(source: ModuleKind, target: ModuleKind) -> bool:
-    """Return whether an edge may lead from a module of one kind to one of the other."""
+    """Return whether an edge may lead from a module of one kind to a module of the other."""
     return source.name in target.takes_from or target.name in source.gives_to
 
 
 def usual_edges(kinds: Mapping[str, ModuleKind]) -> list[tuple[str, str]]:
-    """Return the edges of modules for which nobody gave any.
-
-    They are all that the kinds allow, but of several language models only the first one feeds others.
-    """
+    """Return the default edges: all that kinds allow, but of several language models only the first feeds others."""
     silent = [name for name, kind in kinds.items() if kind.samplewise][1:]
     sources = sorted((name for name in kinds if name not in silent), key=lambda name: kinds[name].samplewise)
     return [(s, t) for s in sources for t in kinds if joins(kinds[s], kinds[t])]
 
 
 def check_edges(kinds: Mapping[str, ModuleKind], edges: Sequence[tuple[str, str]], error: type[HeteroError]) -> None:
-    """Raise ``error`` where edges do not fit the modules of these kinds."""
+    """Raise ``error`` if edges do not fit modules of these kinds."""
     for source, target in edges:
         where = f"edge {source} -> {target}"
         for end in (source, target):

@@ -1,8 +1,8 @@
-"""First values of parameters and buffers: unit by unit, seeded, and the same for every layout.
+"""Make the initial values of parameters and buffers: unit by unit, seeded, and the same for every layout.
 
-A unit is one block, or the rest of a module. Its values depend on (seed, module name, unit FQN) alone and are computed
-in fp32 on the CPU, so any rank can make any unit and cut its shard from it. Of a Hugging Face folder a rank reads its
-shards alone.
+A unit is one block, or the rest of a module. Its values depend only on (seed, module name, unit FQN) and are computed
+in fp32 on the CPU, so any rank can make any unit and cut its shard from it. From a Hugging Face folder a rank reads
+only its shards.
 """
 
 from __future__ import annotations
@@ -31,19 +31,16 @@ UNLIKE = "config.json and weights do not belong together"
 def initial_units(
     name: str, adapter: Adapter, seed: int, wanted: Mapping[str, Selection] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers once: (FQN inside the adapter, its wanted part on the CPU in the parameter's dtype).
+    """Yield each parameter and buffer once: (FQN inside the adapter, wanted part on the CPU in the parameter's dtype).
 
-    Values come from the adapter's Hugging Face folder where it has one, those that only an export has (of a projector)
-    too; what the folder lacks by nature (projector, tables of positions) and all values of other adapters are
-    initialised. Tensors that were real when the adapter was
-    made (a ready backbone) keep their values. Only one unit is in memory at a time.
+    Values come from the adapter's Hugging Face folder, if there is one, and from the extra tensors of an export.
+    Tensors that such a folder never has (projector, tables of positions), and all tensors of other adapters, are
+    initialised. Tensors that were real when the adapter was made (a ready backbone) keep their values. Only one unit is
+    in memory at a time.
 
     Args:
-        wanted: FQN -> the part of it that is kept, ``{}`` for the whole. Only these parts are read from a folder.
-            ``None`` wants every tensor whole.
-
-    Raises:
-        ModelError: nothing initialises a parameter or buffer, or the folder's names or shapes are not the module's.
+        wanted: FQN -> its part to yield, ``{}`` for the whole. Only these parts are read from a folder. None: every
+            whole tensor.
     """
     folder = None if adapter.checkpoint is None else TensorFolder(adapter.checkpoint)
     dtypes = {fqn: tensor.dtype for fqn, tensor in _tensors(adapter.meta_copy())}
@@ -54,12 +51,13 @@ def initial_units(
         for prefix, fqns in unit_tensors(adapter).items():
             parts = {fqn: {} if wanted is None else wanted[fqn] for fqn in fqns if wanted is None or fqn in wanted}
             if any(fqn not in sources for fqn in parts):
-                # An embedding is not drawn for a table beside it, but for what is drawn after it, which depends on it.
+                # Missing buffers alone do not need other tensors of their unit; missing parameters depend on the random
+                # numbers of earlier ones.
                 missing = [fqn for fqn in fqns if fqn not in sources]
                 drawn = missing if parameters.isdisjoint(missing) else fqns
                 initialized = _initialized(name, adapter, seed, prefix, drawn, sources)
-                made = ((fqn, value) for fqn, value in initialized if fqn in parts and fqn not in sources)
-                yield from ((fqn, select(value, parts[fqn])) for fqn, value in made)
+                values = ((fqn, value) for fqn, value in initialized if fqn in parts and fqn not in sources)
+                yield from ((fqn, select(value, parts[fqn])) for fqn, value in values)
             for fqn, part in parts.items():
                 if fqn in sources:
                     assert folder is not None and weights is not None
@@ -70,8 +68,9 @@ def initial_units(
 
 
 def materialize(module: nn.Module, seed: int, *, name: str = "", device: torch.device | None = None) -> None:
-    """Give every meta parameter and buffer of a ``MultimodalModel``, or of an :class:`Adapter` of this ``name``, its
-    first value on ``device``, torch's default device by default.
+    """Give every meta tensor of a ``MultimodalModel``, or of an :class:`Adapter` called ``name``, its first value.
+
+    Values are on ``device``, by default torch's default device.
     """
     device = device or torch.get_default_device()
     if not isinstance(module, Adapter):
@@ -91,9 +90,7 @@ def materialize(module: nn.Module, seed: int, *, name: str = "", device: torch.d
 
 
 def changed_since_made(adapter: Adapter) -> list[str]:
-    """Return the parameters and buffers that an adapter has and had not when its model was made, or in another shape:
-    nothing would give them values.
-    """
+    """Return parameters and buffers added or reshaped since the adapter was made: they would get no values."""
     now, then = ({(fqn, tensor.shape) for fqn, tensor in _tensors(a)} for a in (adapter, adapter.meta_copy()))
     return sorted({fqn for fqn, _ in now - then})
 
@@ -102,7 +99,7 @@ def unit_tensors(adapter: Adapter) -> dict[str, list[str]]:
     """Return unit prefix ("" for the rest) -> FQNs of its parameters and buffers; each FQN is in one unit."""
     original = adapter.meta_copy()
     units: dict[str, list[str]] = {prefix: [] for prefix in ["", *original.blocks()]}
-    # Longest first, so that layers.1 does not claim layers.10 nor a parent its nested block.
+    # Longest first, so that a parent does not claim its nested block.
     prefixes = sorted(original.blocks(), key=len, reverse=True)
     for fqn, _ in _tensors(original):
         units[next((prefix for prefix in prefixes if fqn.startswith(prefix + ".")), "")].append(fqn)
@@ -112,8 +109,9 @@ def unit_tensors(adapter: Adapter) -> dict[str, list[str]]:
 def _initialized(
     name: str, adapter: Adapter, seed: int, prefix: str, fqns: list[str], elsewhere: Collection[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors of one unit with their values at the adapter's making, or else newly initialised ones; those that
-    have values elsewhere may be left out of it.
+    """Yield the tensors of one unit with their values from the adapter's making, or newly initialised.
+
+    Initialisation may leave out tensors that get their values ``elsewhere``.
     """
     original = adapter.meta_copy()
     ready = adapter.initial_values()
@@ -180,10 +178,10 @@ def _match(name: str, adapter: Adapter, weights: HFWeights | None, tensors: Tens
 
 
 def _embedding(name: str, tensors: TensorFolder, embedding: str, head: str) -> str:
-    """Under which of two names to read the embedding that is the head, too.
+    """Return the name under which to read an embedding that is also the head.
 
     Raises:
-        ModelError: they are not the same. Some rows tell: a step of training changes all of a head.
+        ModelError: both tensors exist and differ. Some rows suffice: a training step changes all rows of a head.
     """
     if not {embedding, head} <= tensors.names():
         return head if head in tensors.names() else embedding
@@ -204,7 +202,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 _Holders = dict[int, list[tuple[dict[str, Any], str]]]
-"""Tensor ``id`` -> every dictionary and key that holds it, so that shared tensors stay shared."""
+"""Tensor ``id`` -> every (dictionary, key) that holds it, so that shared tensors stay shared."""
 
 
 def _holders(module: nn.Module) -> _Holders:
@@ -218,7 +216,7 @@ def _holders(module: nn.Module) -> _Holders:
 
 
 def _replace(holders: _Holders, tensor: Tensor, value: Tensor) -> Tensor:
-    """Put ``value`` wherever ``tensor`` is held, as a parameter if that is one, with the same attributes; return it."""
+    """Replace ``tensor`` everywhere by ``value``, with its attributes and as a parameter if it is one; return that."""
     new = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
     new.__dict__.update(vars(tensor))
     for table, key in holders[id(tensor)]:
@@ -227,18 +225,17 @@ def _replace(holders: _Holders, tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def _fill_with_nothing(unit: nn.Module, fqns: Collection[str]) -> list[tuple[Tensor, int]]:
-    """Give tensors of a unit real memory that shows whether it was written: NaN, or the least integer.
+    """Give tensors of a unit real memory whose values show whether it was written: NaN, or the least integer.
 
     Returns:
-        Those of several numbers that no value tells so much of, such as masks, and their versions, which grow with
-        what is written.
+        Tensors in which every value is plausible, such as masks, with their versions, which grow with each write.
     """
     holders, untold = _holders(unit), []
     for tensor in [tensor for fqn, tensor in _tensors(unit) if fqn in fqns]:
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        made = _replace(holders, tensor, torch.full(tensor.shape, _nothing(dtype), dtype=dtype))
-        if dtype in _ALL_VALUES_MEAN and made.numel() > 1:
-            untold.append((made, made._version))
+        filled = _replace(holders, tensor, torch.full(tensor.shape, _nothing(dtype), dtype=dtype))
+        if dtype in _ALL_VALUES_MEAN and filled.numel() > 1:
+            untold.append((filled, filled._version))
     return untold
 
 
@@ -260,7 +257,7 @@ def _is_nothing(value: Tensor) -> bool:
 
 @contextmanager
 def _fp32_cpu(seed: int) -> Iterator[None]:
-    """Compute in fp32 on the CPU from a generator of our own; the process's random state is untouched."""
+    """Compute in fp32 on the CPU with a separate generator; the process's random state stays untouched."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

@@ -28,14 +28,14 @@ __all__ = ["BatchLike", "Edge", "ModelOutput", "MultimodalModel"]
 
 @dataclass(frozen=True)
 class Edge:
-    """Rows of ``source`` fill slots of ``target``."""
+    """An edge: rows of ``source`` fill slots of ``target``."""
 
     source: str
     target: str
 
 
 class BatchLike(Protocol):
-    """What :meth:`MultimodalModel.forward` reads of a batch."""
+    """A protocol of the batch that :meth:`MultimodalModel.forward` reads."""
 
     @property
     def plan(self) -> Any: ...
@@ -48,18 +48,18 @@ class BatchLike(Protocol):
 
 
 class MultimodalModel(nn.Module):
-    """Named modules and the edges between them; ``model(batch)`` runs them on one device, or with an attached runner.
+    """A model of named modules and edges; ``model(batch)`` runs on one device, or with an attached runner.
 
     Args:
-        modules: name -> :class:`Encoder`, :class:`CausalLM`, :class:`Generator` or an :class:`Adapter` of a kind of
-            your own; they become children under their names.
-        edges: (source, target) pairs, such as from encoders to language models and from these to generators; by
-            default, with a single language model, all that the modules' kinds allow.
+        modules: name -> :class:`Encoder`, :class:`CausalLM`, :class:`Generator` or an :class:`Adapter` of a custom
+            kind; they become children under their names.
+        edges: (source, target) pairs, such as from encoders to language models and from language models to generators;
+            default, with a single language model: all edges that the modules' kinds allow.
         freeze: modules or parts ("vision", "vision.backbone") whose parameters are not trained.
-        loss_weights: module with a loss -> factor of its loss, 1 by default.
-        seed: determines initial values and random numbers inside modules.
-        check_packing: before a module's first step two of its units run together and each alone; an error says where
-            their rows differ.
+        loss_weights: module with a loss -> factor of its loss; default 1.
+        seed: seed of initial values and random numbers inside modules.
+        check_packing: before a module's first step, run two of its units together and each alone; an error reports
+            different rows.
 
     Raises:
         ModelError: names, edges, widths, weights or frozen parts do not fit together.
@@ -104,22 +104,18 @@ class MultimodalModel(nn.Module):
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """Factor of the loss of each module that has one."""
+        """Return the factor of the loss of each module that has one."""
         return self._loss_weights
 
     @loss_weights.setter
     def loss_weights(self, weights: Mapping[str, float]) -> None:
         checked = _checked_weights(self.with_loss(), weights)
-        self._loss_weights.clear()  # the one object that whoever runs steps holds, too
+        self._loss_weights.clear()  # keep the object, which step executors hold too
         self._loss_weights.update(checked)
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle the model, where it is whole.
-
-        Raises:
-            ModelError: it lies in parts on its ranks.
-        """
+        """Copy or pickle the whole model; refuse one that is distributed over ranks."""
         if self.attached or any(isinstance(p, DTensor) for p in self.parameters()):
             raise ModelError(
                 "a copy of a model that a strategy has placed (copy.deepcopy, AveragedModel, torch.save of a module)"
@@ -131,7 +127,7 @@ class MultimodalModel(nn.Module):
     def topological(self) -> tuple[str, ...]:
         """Return all module names, every source before its targets.
 
-        Modules that are as many edges away from those that nothing feeds stay in the order they were given.
+        Modules at equal depth below the modules without sources keep the order of the constructor.
         """
         depth = dict.fromkeys(self.modules_by_name, 0)
         for _ in depth:
@@ -139,13 +135,13 @@ class MultimodalModel(nn.Module):
         return tuple(sorted(depth, key=depth.__getitem__))
 
     def meta_copy(self) -> MultimodalModel:
-        """Return this model on the meta device as it was before anything was parallelised; it costs no memory."""
+        """Return this model on the meta device as it was before parallelisation; it costs no memory."""
         with torch.device("meta"):
             modules = {name: module.meta_copy() for name, module in self.modules_by_name.items()}
             return MultimodalModel(modules, self.edges, loss_weights=self.loss_weights, seed=self.seed)
 
     def language_models(self) -> tuple[str, ...]:
-        """Return the names of language models in the order they were given; their units are whole samples."""
+        """Return the names of language models in the order of the constructor; their units are whole samples."""
         return tuple(name for name, module in self.modules_by_name.items() if module.kind.samplewise)
 
     def with_loss(self) -> tuple[str, ...]:
@@ -162,15 +158,16 @@ class MultimodalModel(nn.Module):
 
     @property
     def attached(self) -> bool:
-        """Whether a runner computes :meth:`forward`, as during a Trainer's run."""
+        """Return whether a runner computes :meth:`forward`, as during a Trainer's run."""
         return self._runner is not None
 
     @override
     def forward(self, batch: BatchLike, *, keep_logits: bool = False) -> ModelOutput:
-        """Run one global batch, all microbatches of all modules; ``keep_logits`` returns the first language model's.
+        """Run one global batch, all microbatches of all modules; ``keep_logits`` returns the first language model's
+        logits.
 
         Raises:
-            ModelError: the batch is one rank's part of a step, and no strategy is there any more to run it.
+            ModelError: the batch is one rank's part of a step, and no strategy is attached any more to run it.
         """
         call = self._call(batch)
         if self._runner is not None:
@@ -185,7 +182,7 @@ class MultimodalModel(nn.Module):
             return self._forward(batch, call, keep_logits)
 
     def _call(self, batch: BatchLike) -> int:
-        """Count how often this batch was given before without another between: each call has its random numbers."""
+        """Count consecutive earlier calls with this batch: each call has its own random numbers."""
         metadata = getattr(getattr(batch, "plan", None), "metadata", None)
         moment = (self.training, getattr(metadata, "epoch", None), getattr(metadata, "step", None))
         self._calls = self._calls + 1 if moment == self._called else 0
@@ -198,7 +195,7 @@ class MultimodalModel(nn.Module):
         names, evaluation = self.with_loss(), not self.training
         step = StepSums(self.modules_by_name, names, batch.plan, evaluation=evaluation, device=device, dtype=exact)
         edge_rows: dict[Hashable, Tensor] = {}
-        # Even where a module has nothing to do or nothing trains below it, its loss has a (zero) gradient.
+        # Even if a module has no work or nothing trains below it, its loss has a (zero) gradient.
         with_gradient = self.training and torch.is_grad_enabled()
         losses = {n: torch.zeros((), device=device, requires_grad=with_gradient) for n in names}
         logits: list[Tensor] = []
@@ -207,7 +204,7 @@ class MultimodalModel(nn.Module):
             self._check_packing(module, batch, device)
             options = {"keep_logits": True} if keep_logits and name == self.language_models()[0] else {}
             for number, inputs in enumerate(batch.inputs.get(name, ())):
-                if inputs is None:  # the module has nothing to do in this microbatch
+                if inputs is None:  # no work in this microbatch
                     continue
                 assert module.random_numbers is not None
                 module.random_numbers.start(batch.plan.metadata, call, number, 0, 0, device, rows_of=0)
@@ -226,7 +223,7 @@ class MultimodalModel(nn.Module):
         return step.output(total, losses, tuple(logits) or None)
 
     def _check_packing(self, module: Adapter, batch: BatchLike, device: torch.device) -> None:
-        """Before the first step in which a module has two units in a microbatch."""
+        """Check packing before the first step in which a module has two units in a microbatch."""
         number = due(module, batch.plan)
         inputs = None if number is None else batch.inputs[module.name][number]
         if number is not None and inputs is not None:
@@ -242,7 +239,7 @@ class MultimodalModel(nn.Module):
 def _rows_for(
     batch: BatchLike, name: str, number: int, slots: Mapping[Hashable, Tensor], edge_rows: Mapping[Hashable, Tensor]
 ) -> dict[Hashable, Tensor]:
-    """Select from (source, its microbatch) -> rows those that fill one microbatch's slots, in the slots' order."""
+    """Select from (source, its microbatch) -> rows the rows of one microbatch's slots, in the slots' order."""
     rows: dict[Hashable, Tensor] = {}
     for key in slots:
         if key in edge_rows:

@@ -1,8 +1,8 @@
-"""Packed equals alone: two units of a module give the same rows in one microbatch as each of them by itself.
+"""Check that two packed units of a module give the same rows as each unit alone.
 
-Which units lie end to end in a microbatch follows from the layout. A convolution, a normalisation or an attention over
-all packed rows would train, with a loss that depends on the layout and looks like any other. So before a module's first
-step two of its units run together and then each alone: three small forwards without gradients, which change nothing.
+The layout decides which units are packed in a microbatch. A convolution, a normalisation or an attention over all
+packed rows would train without an error, with a loss that depends on the layout. So before a module's first step two of
+its units run together and then each alone: three small forwards without gradients, which change nothing.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from hetero_strategy.model.kind import LossOutput
 from hetero_strategy.model.random_numbers import generators
 
 STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
-"""Layers whose training mode is left as it is: what they do in it is what is looked for."""
+"""Layers that stay in their training mode, whose behaviour is checked."""
 TF32 = 2.0**-10
 """Relative rounding of fp32 matmuls and convolutions on CUDA."""
 LOSS = 8
-"""How many times less than rows a loss may differ, which is a sum over many of them."""
+"""Factor by which a loss, a sum over many rows, may differ less than rows."""
 LEAVE_OUT = "MultimodalModel(check_packing=False) leaves this check out"
 
 
 def due(module: Adapter, plan: Any) -> int | None:
-    """Return the first microbatch in which an instance of a module has two units; None where there is none, or the
-    module has been checked. The same on every rank.
+    """Return the first microbatch in which an instance of a module has two units; None if there is none, or the module
+    has been checked. It is the same on every rank.
     """
     if module.packed_equals_alone:
         return None
@@ -49,49 +49,49 @@ def due(module: Adapter, plan: Any) -> int | None:
 
 
 class Pair(NamedTuple):
-    """The two units of an instance that have fewest rows in a microbatch; none where it has fewer than two."""
+    """The two units of an instance with the fewest rows in a microbatch; empty if it has fewer than two."""
 
     module: Adapter
     places: np.ndarray
-    """Among the instance's units, int64 ``[2]`` or ``[0]``, as all that follows."""
+    """Indices among the instance's units, int64 ``[2]`` or ``[0]``, like the next fields."""
     units: np.ndarray
     inner_rows: np.ndarray
     edge_rows: np.ndarray
     runs: Mapping[str, Any]
-    """Source -> the rows that it gives to the module's units, as :class:`~hetero_strategy.plan.step_plan.UnitRuns`."""
+    """Source -> its rows for the module's units, as :class:`~hetero_strategy.plan.step_plan.UnitRuns`."""
 
     @classmethod
     def of(cls, module: Adapter, plan: Any, number: int, sources: Sequence[str], instance: int = 0) -> Pair:
-        """Choose them.
+        """Choose the two units.
 
         Args:
-            module: whose units they are.
-            plan: of the step.
-            number: of the microbatch, see :func:`due`.
+            module: module of the units.
+            plan: plan of the step.
+            number: number of the microbatch, from :func:`due`.
             sources: modules from which edges lead to the module.
-            instance: of the module.
+            instance: instance of the module.
         """
         assignment = plan.assignments[module.name][number]
         units, inner, edge = (of(instance) for of in (assignment.of, assignment.inner_rows_of, assignment.edge_rows_of))
         smallest = np.sort(np.argsort(inner[: len(units)], kind="stable")[:2])
         places = smallest if len(units) > 1 else smallest[:0]
-        # Samples of text alone are given nothing, so no rows are made up for these.
+        # Samples of text alone receive no rows, so none are made up for samples.
         runs = {} if module.kind.samplewise else {source: plan.metadata.runs(source, module.name) for source in sources}
         return cls(module, places, units[places], inner[places], edge[places], runs)
 
     def slots(self, members: np.ndarray) -> dict[Hashable, Tensor]:
-        """Return, for each source, which rows of some of the two units, end to end, are given by it."""
-        found: dict[Hashable, Tensor] = {}
+        """Return, for each source, which rows of some of the two units, end to end, it fills."""
+        filled_rows: dict[Hashable, Tensor] = {}
         for source, runs in self.runs.items():
             first = np.full(max(runs.target.max(initial=-1), self.units.max(initial=-1)) + 1, -1)
             first[self.units[members]] = ragged.starts(self.inner_rows[members])
             at = first[runs.target]
             filled = ragged.expand((at + runs.target_start)[at >= 0], runs.rows[at >= 0])
-            found[source, 0] = torch.from_numpy(np.sort(filled))
-        return found
+            filled_rows[source, 0] = torch.from_numpy(np.sort(filled))
+        return filled_rows
 
     def random_rows(self, members: np.ndarray, width: int) -> Tensor:
-        """Return rows inside the module of some of the two units, which are the same wherever these lie."""
+        """Return random rows inside the module for some of the two units, the same wherever the units are packed."""
         counts = self.inner_rows.tolist()
         seeds = ((i, torch.Generator().manual_seed(i)) for i in members.tolist())
         return torch.cat([torch.zeros(0, width), *(torch.randn(counts[i], width, generator=seed) for i, seed in seeds)])
@@ -107,47 +107,44 @@ def check_packed_alone(
     sharding: RowSharding = REPLICATED,
     part: int = 0,
 ) -> None:
-    """Compare a stage's rows of two packed units with those of each alone; nothing stays changed.
+    """Compare a stage's rows of two packed units with its rows of each unit alone; all state is restored.
 
-    A collective over the ranks that hold the stage: without units it runs as often, on no rows. What other modules and
-    earlier stages bring are random rows.
+    A collective over the stage's ranks: a rank without units runs as often, on no rows. Rows of other modules and
+    earlier stages are random.
 
     Args:
         stage: a module, or a pipeline stage of it.
-        inputs: those of this rank in the microbatch.
-        pair: the units.
-        where: the stage in messages.
-        device: of the stage.
-        sharding: how rows inside the module lie on the instance's ranks.
-        part: which of these parts this rank has.
-
-    Raises:
-        ModelError: rows differ by more than rounding.
+        inputs: inputs of this rank in the microbatch.
+        pair: two units of this rank's instance.
+        where: name of the stage in messages.
+        device: device of the stage.
+        sharding: sharding of rows inside the module over the instance's ranks.
+        part: number of this rank's part.
     """
     if "only" not in vars(type(inputs)) or (sharding.parts > 1 and not isinstance(stage, CausalLM)):
-        return  # nobody says how some of the units are taken, or how ranks put their rows together
-    both, count, made = _both(inputs, pair), len(pair.places), []
+        return  # selecting units, or joining rows of ranks, is undefined
+    both, count, outputs = _both(inputs, pair), len(pair.places), []
     assert pair.module.random_numbers is not None
     pair.module.random_numbers.stop()
     with _undisturbed(pair.module, stage):
         states = [generator.get_state() for generator in generators(device)]
         for members in (np.arange(count), np.arange(count)[:1], np.arange(count)[1:]):
             try:
-                made.append(_run(stage, both.only(members), pair, members, device, sharding, part))
+                outputs.append(_run(stage, both.only(members), pair, members, device, sharding, part))
             except Exception as error:
-                if not isinstance(error, HeteroError):  # which says what is wrong
+                if not isinstance(error, HeteroError):  # it needs no explanation
                     error.add_note(f"{where} was run on two units, to compare packed with alone; {LEAVE_OUT}")
                 raise
         drew = not all(map(torch.equal, states, (generator.get_state() for generator in generators(device))))
-    if drew or not count:  # numbers drawn outside of dropout are a difference of their own
+    if drew or not count:  # random numbers other than dropout would differ anyway
         return
     rounding, dtype = _rounding(stage, device)
     bound = rounding**0.5
-    found = (
-        ("a row differs", _of_rows(stage, pair, [rows for rows, _ in made]), bound),
-        ("the loss differs from the sum of both", _of_losses([loss for _, loss in made]), bound / LOSS),
+    differences = (
+        ("a row differs", _of_rows(stage, pair, [rows for rows, _ in outputs]), bound),
+        ("the loss differs from the sum of both", _of_losses([loss for _, loss in outputs]), bound / LOSS),
     )
-    for what, differs, most in found:
+    for what, differs, most in differences:
         if differs > most:
             raise ModelError(_message(pair, where, f"{what} by {differs:.2g} of its size, above {most:.2g} ({dtype})"))
 
@@ -164,7 +161,7 @@ def _message(pair: Pair, where: str, found: str) -> str:
 
 
 def _both(inputs: ModuleInputs, pair: Pair) -> ModuleInputs:
-    """Inputs of the two units. With context parallelism no rank has all tokens, so others take their place."""
+    """Return inputs of the two units. With context parallelism no rank has all tokens, so made-up ids replace them."""
     if not isinstance(inputs, SequenceInputs) or inputs.packing.context is None:
         return inputs.only(pair.places)
     ids = torch.from_numpy(np.repeat(np.arange(len(pair.places)), pair.inner_rows))
@@ -180,7 +177,7 @@ def _run(
     lie: RowSharding,
     part: int,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Run some of the two units: their rows, those of all ranks, and their loss."""
+    """Run some of the two units; return their rows, from all ranks, and their loss."""
     rows = int(pair.inner_rows[members].sum())
     total = rows - rows % -lie.multiple
     context = lie.context if isinstance(lie, ContextSharding) else 1
@@ -192,23 +189,23 @@ def _run(
     fed: dict[Hashable, Tensor] = {}
     hidden: Tensor | None = None
     if stage.first_stage:
-        slots, given = pair.slots(members), pair.random_rows(members, stage.width)
+        slots, random_rows = pair.slots(members), pair.random_rows(members, stage.width)
         inputs = replace(inputs, slots=slots)
-        fed = {source: given[filled].to(device, dtype) for source, filled in slots.items()}
+        fed = {source: random_rows[filled].to(device, dtype) for source, filled in slots.items()}
     else:
         hidden = F.pad(pair.random_rows(members, stage.hidden_width), (0, 0, 0, total - rows))
         hidden = hidden[_lying(lie, total, part)].to(device, dtype)
     inputs = inputs.to(device)
     out: Any = stage(inputs, fed, hidden)
-    made, loss = (out.hidden, out.loss_sum) if isinstance(out, LossOutput) else (out, None)
-    made = made if isinstance(made, Tensor) else None  # a step refuses what is neither
-    if lie.parts > 1 and made is not None:
+    own, loss = (out.hidden, out.loss_sum) if isinstance(out, LossOutput) else (out, None)
+    own = own if isinstance(own, Tensor) else None  # a step refuses what is neither
+    if lie.parts > 1 and own is not None:
         assert isinstance(stage, CausalLM) and isinstance(inputs, SequenceInputs)
-        parts = stage.whole_rows(made)
+        parts = stage.whole_rows(own)
         parts = parts if inputs.packing.context is None else inputs.packing.context.gather(parts)
         order = np.concatenate([_lying(lie, total, number) for number in range(lie.parts)])
-        made = torch.empty_like(parts).index_copy_(0, torch.from_numpy(order).to(device), parts)
-    return made, loss
+        own = torch.empty_like(parts).index_copy_(0, torch.from_numpy(order).to(device), parts)
+    return own, loss
 
 
 def _filled_up(inputs: SequenceInputs, more: int) -> SequenceInputs:
@@ -219,15 +216,15 @@ def _filled_up(inputs: SequenceInputs, more: int) -> SequenceInputs:
 
 
 def _lying(lie: RowSharding, total: int, part: int) -> np.ndarray:
-    """Which of an instance's rows a part has, in its order."""
+    """Return the rows of an instance that belong to a part, in the part's order."""
     rows, ones = np.arange(total), np.ones(total, np.int64)
     pieces = lie.cut(rows, ones, np.full(total, total))
-    mine = pieces.part == part
-    return pieces.run[mine][np.argsort(pieces.local[mine])]
+    own = pieces.part == part
+    return pieces.run[own][np.argsort(pieces.local[own])]
 
 
 def _of_rows(stage: Adapter, pair: Pair, made: Sequence[Tensor | None]) -> float:
-    """Largest difference of a row between what was made together and alone, in the root mean square of rows' norms."""
+    """Return the largest difference of a row, packed to alone, relative to the root mean square of rows' norms."""
     lengths = (pair.edge_rows if stage.last_stage else pair.inner_rows).tolist()
     if not sum(lengths) or any(rows is None or rows.ndim != 2 for rows in made):
         return 0.0
@@ -238,7 +235,7 @@ def _of_rows(stage: Adapter, pair: Pair, made: Sequence[Tensor | None]) -> float
 
 
 def _of_losses(made: Sequence[Tensor | None]) -> float:
-    """Difference of the loss together from the sum of those alone, relative to these."""
+    """Return the difference of the packed loss from the sum of both alone, relative to that sum."""
     if any(loss is None for loss in made):
         return 0.0
     together, one, other = (loss.double() for loss in made if loss is not None)
@@ -247,25 +244,24 @@ def _of_losses(made: Sequence[Tensor | None]) -> float:
 
 
 def _number(differs: Tensor, size: Tensor) -> float:
-    """Infinite where only what was packed is not finite; zero where nothing is, which is another fault."""
-    found, finite = torch.stack([differs, size]).tolist()
-    return 0.0 if not isfinite(finite) else found if isfinite(found) else inf
+    """Return a relative difference: infinite if only the packed value is not finite, 0 if neither is."""
+    difference, finite = torch.stack([differs, size]).tolist()
+    return 0.0 if not isfinite(finite) else difference if isfinite(difference) else inf
 
 
 def _rounding(stage: Adapter, device: torch.device) -> tuple[float, str]:
-    """Relative rounding of what a stage computes with, and its name: the coarsest of its dtypes."""
+    """Return relative rounding and name of the coarsest dtype in which a stage computes."""
     dtypes = {p.dtype for p in stage.parameters() if p.is_floating_point()} | {stage.compute_dtype or torch.float64}
     if torch.is_autocast_enabled(device.type):
         dtypes.add(torch.get_autocast_dtype(device.type))
-    found = [(torch.finfo(dtype).eps, str(dtype).removeprefix("torch.")) for dtype in dtypes]
-    found += [(TF32, "TF32")] * (device.type == "cuda" and torch.float32 in dtypes)
-    found += [(torch.finfo(torch.float8_e4m3fn).eps, "float8")] * (stage.float8 is not None)
-    return max(found)
+    roundings = [(torch.finfo(dtype).eps, str(dtype).removeprefix("torch.")) for dtype in dtypes]
+    roundings += [(TF32, "TF32")] * (device.type == "cuda" and torch.float32 in dtypes)
+    return max([*roundings, *stage.roundings])
 
 
 @contextmanager
 def _undisturbed(module: Adapter, stage: Adapter) -> Iterator[None]:
-    """Without dropout and without compiling anything, which takes long; buffers and training modes come back."""
+    """Disable dropout and compilation, which takes long; restore buffers and training modes afterwards."""
     parts = {id(part): part for part in (*module.modules(), *stage.modules())}.values()
     modes = [(part, part.training) for part in parts]
     buffers = [
@@ -288,5 +284,5 @@ def _undisturbed(module: Adapter, stage: Adapter) -> Iterator[None]:
             part.training = mode
         for part, name, buffer, version, values in buffers:
             part._buffers[name] = buffer
-            if buffer._version != version or (isinstance(part, STATISTICS) and part.training):  # these do not count
+            if buffer._version != version or (isinstance(part, STATISTICS) and part.training):  # undo it
                 buffer.copy_(values)

@@ -1,7 +1,7 @@
-"""Cross entropy of logits and the likeliest tokens, also where tensor parallelism has split the vocabulary.
+"""Look tokens up, and compute cross entropy and the likeliest tokens of logits, whole or split by tensor parallelism.
 
 Split logits follow Megatron-LM (Shoeybi et al. 2019, section 3): ranks exchange three numbers per row, never logits.
-Compiled, each direction reads the logits and writes nothing of their size but their gradient, in their own dtype.
+When compiled, each direction reads the logits and writes no tensor of their size but their gradient, in their dtype.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.parallel import RowwiseParallel
+from typing_extensions import override
 
 
 def token_loss(logits: Tensor, labels: Tensor, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """Return the summed cross entropy, in fp32 or fp64, and the likeliest token of every row.
 
     Args:
-        logits: ``[n, vocabulary]``, plain or split over its last dimension; n may be 0.
-        labels: int64 ``[n]``, a token for every row, the same on all ranks that share the logits.
-        backend: of ``torch.compile``, for what is computed of whole rows; None: it is not compiled.
+        logits: scores ``[n, vocabulary]``, plain or split over the last dimension; n may be 0.
+        labels: token of every row, int64 ``[n]``, the same on all ranks that share the logits.
+        backend: backend of ``torch.compile`` for computations on whole rows; None: do not compile.
 
     Returns:
-        A scalar and int64 ``[n]``, the same on all those ranks.
+        A scalar and int64 ``[n]``, the same on all ranks that share the logits.
     """
     if isinstance(logits, DTensor):
         mesh = logits.device_mesh
@@ -45,13 +48,13 @@ def _precise(logits: Tensor) -> Tensor:
 
 
 def chunk_sizes(size: int, ranks: int) -> list[int]:
-    """How many tokens, or other elements, each rank has, as torch.chunk deals them out."""
+    """Return the number of tokens, or other elements, of each rank, as torch.chunk deals them out."""
     most = -(-size // ranks)
     return [min(most, max(0, size - most * rank)) for rank in range(ranks)]
 
 
 class _Rows(torch.autograd.Function):
-    """Of logits ``[n, part]``, whose first token is ``first``; the ranks of ``group`` have the other parts."""
+    """A loss of logits ``[n, part]`` whose first token is ``first``; the ranks of ``group`` have the other parts."""
 
     @staticmethod
     def forward(
@@ -65,7 +68,7 @@ class _Rows(torch.autograd.Function):
             dist.all_reduce(best, op=dist.ReduceOp.MAX, group=group)
             likeliest = torch.where(highest == best, likeliest + first, torch.iinfo(torch.int64).max)
             dist.all_reduce(likeliest, op=dist.ReduceOp.MIN, group=group)
-            # A part of nothing but -inf has no exponentials, and NaN for their sum.
+            # In a part of only -inf the sum of exponentials would be NaN.
             shares = torch.where(highest == -torch.inf, 0.0, total * (highest - best).exp())
             sums = torch.stack([shares, torch.where(own < 0, 0.0, target - best)])
             dist.all_reduce(sums, group=group)
@@ -84,7 +87,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _statistics(logits: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each row: the highest logit, its place, the sum of exponentials over it, and the logit at ``own``, if any."""
+    """Return for each row the highest logit, its index, the sum of exponentials below it, and the logit at ``own``."""
     values = _precise(logits)
     best = values.amax(dim=-1)
     total = (values - best[:, None]).exp().sum(dim=-1)
@@ -93,7 +96,7 @@ def _statistics(logits: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def _gradient(logits: Tensor, own: Tensor, best: Tensor, logarithm: Tensor, factor: Tensor) -> Tensor:
-    """Of the summed loss: shares of tokens, less 1 at ``own``, times ``factor``."""
+    """Return the gradient of the summed loss: token probabilities, less 1 at ``own``, times ``factor``."""
     shares = (_precise(logits) - best[:, None] - logarithm[:, None]).exp()
     if torch.compiler.is_compiling():
         labelled = torch.arange(logits.shape[-1], device=own.device) == own[:, None]
@@ -104,8 +107,8 @@ def _gradient(logits: Tensor, own: Tensor, best: Tensor, logarithm: Tensor, fact
 
 
 def _run(function: Callable[..., Any], backend: str | None, logits: Tensor, *rows: Tensor) -> Any:
-    """Call it, compiled for any number of rows."""
-    if backend is None or len(logits) < 2:  # compiled code treats sizes of 0 and 1 apart
+    """Call a function, compiled for any number of rows."""
+    if backend is None or len(logits) < 2:  # compiled code specialises on sizes 0 and 1
         return function(logits, *rows)
     for tensor in (logits, *rows):
         if tensor.dim():
@@ -116,3 +119,34 @@ def _run(function: Callable[..., Any], backend: str | None, logits: Tensor, *row
 @functools.cache
 def _compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
     return torch.compile(function, backend=backend)
+
+
+class VocabularyParallel(RowwiseParallel):
+    """A ``RowwiseParallel`` of an ``nn.Embedding`` in which each rank makes only the gradient of its own tokens.
+
+    DTensor's embedding (torch 2.13) gives every rank the gradient of the whole vocabulary, which is kept until the
+    step's end. It still handles a vocabulary that the ranks do not divide. Rows are looked up as in Megatron-LM's
+    ``VocabParallelEmbedding`` (arXiv:1909.08053, section 3).
+    """
+
+    @override
+    def _partition_embedding_fn(self, name: str, module: nn.Embedding, device_mesh: DeviceMesh) -> None:
+        super()._partition_embedding_fn(name, module, device_mesh)
+        if type(module) is nn.Embedding and module.num_embeddings % device_mesh.size() == 0:
+            module.__class__ = _OwnTokens
+
+
+class _OwnTokens(nn.Embedding):
+    @override
+    def forward(self, ids: DTensor) -> Tensor:  # type: ignore[override]
+        """Look up ids ``[...]``, the same on all ranks; rows ``[..., width]`` are zero for other ranks' tokens."""
+        weight = self.weight
+        assert isinstance(weight, DTensor)
+        part, mesh = weight.to_local(), weight.device_mesh
+        first = mesh.get_local_rank() * len(part)
+        own = ids.to_local() - first
+        elsewhere = (own < 0) | (own >= len(part))
+        padding = -1 if self.padding_idx is None else self.padding_idx - first
+        here = padding if 0 <= padding < len(part) else None
+        rows = F.embedding(own.masked_fill_(elsewhere, 0), part, here).masked_fill_(elsewhere[..., None], 0)
+        return DTensor.from_local(rows, mesh, (Partial(),), run_check=False)

@@ -1,4 +1,4 @@
-"""Models that are built without values: on the meta device, where weights that are loaded would be lost in silence."""
+"""Build models on the meta device, and refuse weights that would silently be lost there."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def models_without_values() -> Iterator[None]:
 
 
 def made_without_values() -> bool:
-    """Whether a model that is built now stays on the meta device."""
+    """Return whether a model that is built now stays on the meta device."""
     return _WITHOUT_VALUES.get() or torch.get_default_device().type == "meta"
 
 
 def on_meta(init: Callable[..., None]) -> Callable[..., None]:
-    """Return the same constructor, which builds on the meta device."""
+    """Return a constructor that builds on the meta device."""
 
     @functools.wraps(init)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -44,11 +44,7 @@ def on_meta(init: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def nothing_lost() -> Iterator[None]:
-    """Refuse what loads values into the meta device: torch only warns of it, and they would be drawn anew.
-
-    Raises:
-        ModelError: weights are loaded into a module that has no memory for them.
-    """
+    """Refuse to load values into the meta device: torch only warns, and initial values would replace them."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*copying from a non-meta parameter.*")
@@ -61,7 +57,7 @@ def nothing_lost() -> Iterator[None]:
             " the meta device, where they would be lost; load them into a module made outside the constructor and give"
             " it the ready module, or call load_state_dict(..., assign=True)"
         ) from None
-    except RuntimeError as refused:  # transformers' own words for the same
+    except RuntimeError as refused:  # transformers' error for the same fault
         if "from_pretrained" not in str(refused) or "meta device" not in str(refused):
             raise
         raise ModelError(

@@ -178,6 +178,7 @@ class TestEveryModel:
         assert any("heads 4" in fault for fault in model.check_tp(3))
 
 
+@pytest.mark.full_cases("inductor")
 @pytest.mark.parametrize("backend", [None, "inductor"])
 def test_token_loss(backend):
     for rows in (0, 1, 4, 6):

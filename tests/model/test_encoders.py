@@ -92,13 +92,12 @@ def test_merge_concatenates_neighbours_in_raster_order():
 @pytest.mark.parametrize(
     ("give", "message"),
     [
-        (lambda rows: (rows,), "gave a tuple; let it return one tensor [rows, 8], which its projector takes"),
-        (lambda rows: BaseModelOutput(rows), "gave a BaseModelOutput; let it return one tensor [rows, 8]"),
-        (lambda rows: rows[:, :6], "gave rows of shape [2, 6]; let it return [rows, 8], which its projector takes"),
-        (lambda rows: rows[None], "gave rows of shape [1, 2, 8]; let it return [rows, 8]"),
+        (lambda rows: (rows,), "gave a tuple; let it return one tensor [rows, width] (such as last_hidden_state)"),
+        (lambda rows: BaseModelOutput(rows), "gave a BaseModelOutput; let it return one tensor [rows, width]"),
+        (lambda rows: rows[None], "gave [1, 2, 8]; let it return one tensor [rows, width]"),
     ],
 )
-def test_a_backbone_that_gives_no_rows_of_the_projectors_width_is_named(give, message):
+def test_a_backbone_that_gives_no_rows_is_named(give, message):
     class Own(nn.Module):
         def forward(self, inputs):
             return give(torch.ones(2, 8, dtype=torch.float64))
@@ -218,7 +217,7 @@ def test_whisper_stack_fills_the_tail_with_zeros():
         ),
         (whisper_encoder, {"out_width": 0, "stack": None, "projector_hidden": 1.5, "num_mel_bins": 0}),
         (flow_decoder, {"width": None, "dim": 16.0, "n_layers": "4", "ffn": 0}),
-        (hf_llama, {"vocab_size": 0, "num_key_value_heads": 0, "num_hidden_layers": -1}),
+        (hf_llama, {"vocab_size": 0, "num_key_value_heads": 0, "num_hidden_layers": -1, "intermediate_size": 0}),
         (hf_qwen3, {"hidden_size": 0, "max_position_embeddings": 0}),
         (
             titan_llama,

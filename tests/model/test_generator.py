@@ -180,6 +180,7 @@ def test_drawing(decoder):
     assert (decoder(inputs, other).drawn - out.drawn).abs().max() > 1e-6
 
 
+@pytest.mark.full
 def test_a_decoder_learns_what_its_conditions_ask_for():
     """Two pictures, told apart by the condition row alone; the drawing is nearer to the one that was asked for."""
     decoder = ready(flow_decoder(**{**FLOW, "dim": 32, "n_layers": 2, "sample_steps": 8}), dtype=torch.float32)

@@ -15,7 +15,7 @@ from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.metadata import step_metadata
 from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.model import MultimodalModel, SequenceInputs
-from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.plan.plan_step import plan_step
 from hetero_strategy.zoo import flow_decoder, hf_llama, siglip2_encoder, titan_llama, whisper_encoder
 from recipes.digits import write_digits_draw
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, HandBatch, clips, images, ready, tokens

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,13 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from transformers import Wav2Vec2Config, Wav2Vec2Model
 
-from hetero_strategy.model.adapter import _separate_random_numbers
-from hetero_strategy.model.random_numbers import RandomNumbers, draws_others, random_state_kept
+from hetero_strategy.model.random_numbers import (
+    RandomNumbers,
+    Seeding,
+    draws_others,
+    random_state_kept,
+    separate_columns,
+)
 from hetero_strategy.zoo import hf_llama
 from tests.model.helpers import LLAMA
 
@@ -91,7 +98,7 @@ def test_layers_cut_in_columns_begin_the_numbers_of_a_rank_and_one_cut_in_rows_e
     def through(shard: int) -> list[list[float]]:
         block = nn.ModuleDict({"0": nn.ModuleDict({name: nn.Linear(2, 2) for name in ("norm", "q", "k", "o")})})
         numbers = RandomNumbers(1, "llm", {})
-        _separate_random_numbers(block, plan, numbers)
+        separate_columns(block, plan, numbers)
         numbers.start(SimpleNamespace(epoch=0, step=0), 0, 0, 0, shard, CPU, rows_of=0)
         found = []
         for layer in block["0"].values():
@@ -121,23 +128,61 @@ def test_a_backward_that_runs_forward_again_draws_what_the_forward_drew() -> Non
     assert drawn() == forward != other
 
 
-def test_what_draws_is_seen_in_and_around_blocks_and_forgotten_with_the_next_microbatch() -> None:
-    blocks = {"0": Noisy(), "1": nn.Identity()}
-    numbers, metadata = RandomNumbers(1, "vision", blocks, others=True), SimpleNamespace(epoch=0, step=0)
+class Dropping(nn.Module):
+    """Draws only once its rate is above 0, as torch's dropout does."""
 
-    def drew(*what: Any) -> bool:
-        numbers.start(metadata, 0, 0, 0, 0, CPU, rows_of=0)
-        for one in what:
-            one()
-        return numbers.drew()
+    rate = 0.0
 
-    quiet = lambda: blocks["1"](torch.zeros(1))  # noqa: E731
-    assert not drew(blocks["0"]), "nobody looks yet"
-    numbers.watch()
-    assert not drew() and not drew(quiet)
-    assert drew(blocks["0"]) and drew(blocks["0"], quiet) and drew(quiet, lambda: torch.rand(1))
-    assert drew(lambda: np.random.rand(2)) and drew(lambda: random.random())
-    assert not drew(quiet)
+    def forward(self) -> torch.Tensor:
+        return nn.functional.dropout(torch.ones(50), self.rate)
+
+
+def test_what_draws_nothing_is_not_seeded_after_the_first_complete_step() -> None:
+    torch.manual_seed(7)
+    block = Dropping()
+    numbers = RandomNumbers(1, "llm", {"0": block})
+    seeding, found = Seeding([numbers]), []
+    for complete in (False, True, True):
+        with seeding.step(len(found), CPU, complete=complete):
+            found.append(numbers.start(SimpleNamespace(epoch=0, step=0), 0, 0, 0, 0, CPU, rows_of=0))
+            block()
+            numbers.again(found[-1])
+    assert found[0] == found[1] != 0 == found[2] and not block._forward_hooks and not block._forward_pre_hooks
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_module_that_draws_is_seeded_for_good_and_one_that_begins_to_says_so(steps: int) -> None:
+    """From the next step on it draws what it would have drawn if it had begun with the first one."""
+    block = Dropping()
+    numbers = RandomNumbers(1, "llm", {"0": block})
+    seeding = Seeding([numbers])
+
+    def step(number: int) -> torch.Tensor:
+        with seeding.step(number, CPU, complete=True):
+            numbers.start(SimpleNamespace(epoch=0, step=number), 0, 0, 0, 0, CPU, rows_of=0)
+            found: torch.Tensor = block()
+        return found
+
+    for number in range(1, steps):
+        step(number)
+    block.rate = 0.5
+    with nullcontext() if steps == 1 else pytest.warns(UserWarning, match="step 8 drew random numbers in llm on a"):
+        step(8)
+    late = [step(number) for number in (9, 10)]
+    numbers.start(SimpleNamespace(epoch=0, step=9), 0, 0, 0, 0, CPU, rows_of=0)
+    assert torch.equal(block(), late[0]) and not torch.equal(*late)
+
+
+@pytest.mark.parametrize("draw", [np.random.rand, random.random])
+def test_what_draws_of_numpy_or_python_is_seeded_for_good(draw: Callable[[], float]) -> None:
+    numbers = RandomNumbers(1, "audio", {}, others=True)
+    seeding, seeds = Seeding([numbers]), []
+    for number in range(4):
+        with pytest.warns(UserWarning) if number == 2 else nullcontext(), seeding.step(number, CPU, complete=True):
+            seeds.append(numbers.start(SimpleNamespace(epoch=0, step=0), 0, 0, 0, 0, CPU, rows_of=0))
+            if number == 2:
+                draw()
+    assert seeds[0] == seeds[3] != 0 and seeds[1:3] == [0, 0]
 
 
 def test_the_process_draws_on_as_if_nothing_had_happened() -> None:

@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from hetero_strategy.data.media import ImageProcessor
 from hetero_strategy.errors import ModelError
-from hetero_strategy.model import Encoder
+from hetero_strategy.model import Backbone, Encoder, Projector
 from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.encoder import EncoderKind
 from hetero_strategy.model.inputs import EncoderInputs, SequenceInputs
+from hetero_strategy.model.read_spec import spec_of_module
 from hetero_strategy.zoo import hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, clips, images, ready, tokens
 
@@ -137,10 +140,10 @@ def test_stages_share_tensors_and_names(kind: str) -> None:
     module = CASES[kind].make()
     whole = dict(module.named_parameters())
     stages = cut(module, (2, 1, 2))
-    names = [{stage.global_name(fqn) for fqn, _ in stage.named_parameters()} for stage in stages]
+    names = [{*stage.global_parameters()} for stage in stages]
     for stage in stages:
-        for fqn, parameter in stage.named_parameters():
-            assert parameter is whole[stage.global_name(fqn)]
+        for fqn, parameter in stage.global_parameters().items():
+            assert parameter is whole[fqn]
     assert set.union(*names) == set(whole)
     shared = {tied[0]} if (tied := module.tied_weight()) else set()
     assert names[0] & names[2] == shared and not names[0] & names[1] and not names[1] & names[2]
@@ -170,7 +173,7 @@ def test_before_and_after_run_at_their_ends_only() -> None:
 
 def test_after_sees_the_same_inputs_in_every_layout() -> None:
     def after(rows, inputs):
-        assert inputs.values.shape[0] == 0 and inputs.cached is None
+        assert inputs.values.shape[0] == 0
         return rows + torch.from_numpy(np.repeat(inputs.rows, inputs.rows))[:, None]
 
     module = ready(siglip2_encoder(out_width=8, after=after, **VIT | DEEP))
@@ -221,3 +224,57 @@ def test_a_list_of_blocks_has_another_name_than_the_method() -> None:
 
         class Named(Adapter):
             block_list = "blocks"
+
+
+class Nested(Backbone):
+    """A backbone whose parts around the blocks are inside other modules."""
+
+    block_list, before_blocks, after_blocks = "layers", ("stem.patch",), ("out.norm",)
+    width = hidden_width = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.ModuleDict({"patch": nn.Linear(16, 8)})
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.out = nn.ModuleDict({"norm": nn.LayerNorm(8)})
+
+    def embed(self, inputs: EncoderInputs) -> torch.Tensor:
+        return self.stem["patch"](inputs.values)
+
+    def transform(self, rows: torch.Tensor, inputs: EncoderInputs) -> torch.Tensor:
+        for block in self.blocks().values():
+            rows = block(rows)
+        return rows
+
+    def finish(self, rows: torch.Tensor, inputs: EncoderInputs) -> torch.Tensor:
+        return self.out["norm"](rows)
+
+
+class Blocked(Adapter):
+    """An adapter with blocks that cannot be cut."""
+
+    kind = EncoderKind()
+
+    width = hidden_width = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def blocks(self) -> dict[str, nn.Module]:
+        return {"one": self.one, "two": self.two}
+
+
+def test_a_spec_leaves_the_module_whole() -> None:
+    """Stages are made for it, of which each lacks parts."""
+    encoder = Encoder(Nested, Projector(8, 4), processor=ImageProcessor(patch_size=4))
+    parameters = [name for name, _ in encoder.named_parameters()]
+    spec = spec_of_module(encoder)
+    assert [name for name, _ in encoder.named_parameters()] == parameters
+    assert spec.parameters.sum() == sum(p.numel() for p in encoder.parameters()) and spec.most_stages == 2
+    assert not hasattr(encoder.stage(["backbone.layers.1"], first=False, last=True).backbone.stem["patch"], "weight")
+
+
+def test_a_module_that_cannot_be_cut_counts_as_one_block() -> None:
+    spec = spec_of_module(Blocked())
+    assert (spec.has_blocks, spec.most_stages, spec.parameters.tolist()) == (True, 1, [144])

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from hetero_strategy.model.vocabulary_parallel import VocabularyParallel
-from tests.distributed.harness import Pool
+from hetero_strategy.model.token_loss import VocabularyParallel
+from hetero_strategy.testing import Pool
 
 IDS = torch.tensor([3, 0, 7, 7, 5, 9, 4, 3])
 

@@ -1,8 +1,9 @@
-"""The modules of docs/your_module.md do what the page says of them."""
+"""The modules of docs/your_module.md and of the examples that it names do what the page says of them."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,23 +18,34 @@ from hetero_strategy.data.processors import processors_of
 from hetero_strategy.errors import ConfigError, LayoutError, ModelError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.loading.batch import Batch
-from hetero_strategy.loading.payload import InstanceUnits
 from hetero_strategy.model import MultimodalModel, Packing, SequenceInputs
+from hetero_strategy.model.kind import InstanceUnits
 from hetero_strategy.parallelize.apply import check_all
-from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.plan.plan_step import plan_step
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata, edge_blocks
 from hetero_strategy.plan.step_plan import slots as rows_filled
 from hetero_strategy.zoo.siglip2 import merge_order
 from tests.model.helpers import images, ready
 
 PAGE = Path(__file__).parents[2] / "docs" / "your_module.md"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
-def page() -> dict[str, Any]:
-    names: dict[str, Any] = {"__name__": "page"}
+def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Names of the page, which quotes parts of the examples, and of the examples."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    own: dict[str, Any] = {}
+    for name in ("own_encoder", "own_kind", "own_processor"):
+        own |= runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="page")
+    names = dict(own)
     for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S):
         exec(compile(block, str(PAGE), "exec"), names)
+    names |= own
+    encoder, projector = own["Encoder"], own["Projector"]
+    names["vision"] = encoder(own["PatchTransformer"], projector(64, 32), processor=names["patches"])
+    names["sensor"] = encoder(own["SeriesMLP"], projector(64, 32), processor=own["Series"]())
+    names["match"] = own["Match"]()
     return names
 
 

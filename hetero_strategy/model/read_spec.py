@@ -1,0 +1,139 @@
+"""Read a :class:`ModelSpec` from a model: count the sizes of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import numpy as np
+from jaxtyping import Float64, Int64
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.model.spec import LARGEST_TP, ModelSpec, ModuleSpec
+
+RESIDUAL_MOVES = 4
+"""Times that a block's two residual sums read or write a row of its width."""
+LOSS_MOVES = 7
+"""Numbers of 2 bytes that the loss moves per logit: it reads 2 bytes, writes 4 (fp32) and reads these twice."""
+LENGTHS = (64, 128)
+"""Lengths of the sequences from whose FLOPs the linear and the quadratic part follow."""
+
+
+def spec_of(model: MultimodalModel) -> ModelSpec:
+    """Count the sizes of a model's blocks.
+
+    Args:
+        model: model as built, before anything is parallelised; on the meta device it costs no memory.
+    """
+    modules = {name: spec_of_module(model.modules_by_name[name]) for name in model.topological()}
+    return ModelSpec(modules, tuple((edge.source, edge.target) for edge in model.edges), model.language_models())
+
+
+def spec_of_module(module: Adapter) -> ModuleSpec:
+    """Count the sizes of one module's blocks; see :func:`spec_of`."""
+    blocks = list(module.blocks())
+    cut = blocks if module.can_be_cut else []
+    per_row, per_pair = flops_by_length(module, [1] * len(cut) or [len(blocks)])
+    stages = [module.stage([f], first=i == 0, last=i == len(cut) - 1) for i, f in enumerate(cut)] or [module]
+    stored, whole = np.stack([_stored(s, module) for s in stages]), _stored(module, module)
+    tied = module.tied_weight() is not None
+    degrees = [1, *(n for n in range(2, LARGEST_TP + 1) if module.tp_plan() is not None and not module.tp_faults(n))]
+    return ModuleSpec(
+        per_row=per_row,
+        per_pair=per_pair,
+        parameters=np.array([sum(p.numel() for p in s.parameters()) for s in stages], np.int64),
+        trained=np.array([sum(p.numel() for p in s.parameters() if p.requires_grad) for s in stages], np.int64),
+        trained_share=np.array([trained_share(s) for s in stages]),
+        has_blocks=bool(blocks),
+        width=int(module.hidden_width if blocks else module.width),
+        edge_width=int(module.width),
+        tp=tuple(degrees),
+        row_shardings={n: module.row_sharding(ModuleLayout(tuple(range(n)), tp=n).resolved()) for n in degrees},
+        samplewise=module.kind.samplewise,
+        moved=_moved(module, stages, [*module.blocks().values()]),
+        stored=stored,
+        kept=_kept([*module.blocks().values()][-1:], int(module.hidden_width if blocks else module.width)),
+        largest=np.array([max((p.numel() for p in s.parameters() if p.requires_grad), default=0) for s in stages]),
+        buffers=max(sum(b.nbytes for b in s.buffers()) for s in stages),
+        cuttable=module.can_be_cut and not in_no_stage(module),
+        tied=tied,
+        twice=(stored.sum(axis=0) - whole) * tied,
+        tp_compiles=module.tp_compiles,
+        keys=module.context_width * (module.context_parallel and getattr(module, "before", None) is None),
+    )
+
+
+def flops_by_length(
+    module: Adapter, split: Sequence[int]
+) -> tuple[Float64[np.ndarray, "stages"], Float64[np.ndarray, "stages"]]:
+    """Return the forward FLOPs of every stage per row, and per square of a sequence's length."""
+    short, long = (module.stage_flops(np.array([n]), split) for n in LENGTHS)
+    a, b = LENGTHS
+    per_pair = np.maximum((long - b / a * short) / (b * b - a * b), 0.0)
+    return (short - per_pair * a * a) / a, per_pair
+
+
+def trained_share(stage: nn.Module) -> float:
+    """Return the share of a stage's matmul weights that train: a frozen block may share a stage with a trained
+    projector.
+
+    Matmul weights are all matrices except those of embeddings, also of convolutions and experts.
+    """
+    layers = (layer for layer in stage.modules() if not isinstance(layer, nn.Embedding))
+    weights = [w for layer in layers for w in layer.parameters(recurse=False) if w.dim() > 1]
+    trained = sum(w.numel() for w in weights if w.requires_grad)
+    return trained / max(1, sum(w.numel() for w in weights))
+
+
+def in_no_stage(module: Adapter) -> list[str]:
+    """List parameters that are in no stage."""
+    parts = (*module.blocks(), *(fqn for around in module.around_blocks() for fqn in around))
+    known = tuple(f"{fqn}." for fqn in parts)
+    return [fqn for fqn, _ in module.named_parameters(remove_duplicate=False) if not f"{fqn}.".startswith(known)]
+
+
+def _kept(blocks: Sequence[nn.Module], width: int) -> Float64[np.ndarray, "kinds=3"]:
+    """Count the numbers that a block keeps, by the kinds of :data:`KEPT`. Inside columns: for every matmul the wider of
+    its input and output, and the product of a gate. Between columns: the block's rows, which its norms make in fp32
+    (``RMSNorm``) or not (``LayerNorm``). Whole: inputs of its two columns. Within 2% of what ``profiling.activations``
+    measures of a SigLIP and a Llama; zeros if there are no blocks or other layers.
+    """
+    linears = [m for block in blocks for m in block.modules() if isinstance(m, nn.Linear)]
+    if not linears:
+        return np.zeros(3)
+    widest = max(m.out_features for m in linears)
+    gates = [m for m in linears if m.out_features == widest > m.in_features][1:]
+    norms = [type(m).__name__ for block in blocks for m in block.modules() if type(m).__name__.endswith("Norm")]
+    inside = sum(max(m.in_features, m.out_features) for m in linears) + sum(m.out_features for m in gates)
+    between = sum(width * (4 if "RMS" in name else 1) for name in norms)
+    return np.array([inside, between, 2 * width], np.float64)
+
+
+def _moved(module: Adapter, stages: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> Float64[np.ndarray, "stages"]:
+    """Count the numbers moved between matmuls: each reads the first one's rows and writes the second one's, once."""
+    linears = [[m for m in stage.modules() if isinstance(m, nn.Linear)] for stage in stages]
+    moved = np.array([sum(m.in_features + m.out_features for m in layers) for layers in linears], np.float64)
+    if blocks:
+        moved += RESIDUAL_MOVES * module.hidden_width
+    if module.kind.samplewise and linears[-1]:
+        moved[-1] += (LOSS_MOVES - 1) * linears[-1][-1].out_features
+    return moved
+
+
+def _stored(stage: Adapter, module: Adapter) -> Int64[np.ndarray, "units=2 trains=2 divided=2"]:
+    """Count the parameters of a stage of one block as :attr:`ModuleSpec.stored` does."""
+    plan = module.tp_plan()
+    counts = np.zeros((2, 2, 2), np.int64)
+    blocks = tuple(f"{fqn}." for fqn in stage.blocks())
+    for fqn, parameter in stage.named_parameters():
+        layer, _, kind = fqn.rpartition(".")
+        style = next((style for pattern, style in (plan or {}).items() if fnmatchcase(layer, pattern)), None)
+        divided = isinstance(style, ColwiseParallel) or (isinstance(style, RowwiseParallel) and kind == "weight")
+        if plan == {}:  # a plan of the module's own, which divides all matrices
+            divided = parameter.dim() > 1
+        counts[int(not fqn.startswith(blocks)), int(parameter.requires_grad), int(divided)] += parameter.numel()
+    return counts
