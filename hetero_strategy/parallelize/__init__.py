@@ -1,1 +1,1 @@
-"""How one module is put on its own mesh, and what becomes of its gradients."""
+"""Parallelize one module on its own mesh, and finish its gradients."""

@@ -1,15 +1,17 @@
-"""How one module is put on its mesh, from outside: stages, float8, tensor parallel, recompute, compile, offload, FSDP2,
-values, copies. Where there is tensor parallelism, compile comes before recompute.
+"""Put one module on its mesh from outside: stages, transforms, tensor parallelism, more transforms, FSDP2, values and
+copies.
 
-The module is built on the meta device and what this rank does not own stays there. Of the rest only this rank's shards
-are ever allocated: initial values are made one block at a time and each rank keeps its part, so the weights are the
-same for every layout. Of a Hugging Face folder a rank reads its shards alone; all ``dp_replicate`` copies of a shard
-read it.
+The module is built on the meta device, and the parts that this rank does not own stay there. Of the rest only this
+rank's shards are ever allocated: initial values are made one block at a time and each rank keeps its part, so the
+weights are the same for every layout. From a Hugging Face folder a rank reads only its shards; all ``dp_replicate``
+copies of a shard read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -22,21 +24,17 @@ from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout.row_sharding import sharding
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.model.chunked_linear import is_chunked
 from hetero_strategy.model.hf_folder import Selection
 from hetero_strategy.model.materialize import initial_units
 from hetero_strategy.model.random_numbers import random_state_kept
+from hetero_strategy.model.read_spec import in_no_stage
 from hetero_strategy.model.token_loss import chunk_sizes
-from hetero_strategy.parallelize.compile import apply_compile
 from hetero_strategy.parallelize.copies import compute_with_copies
-from hetero_strategy.parallelize.float8 import apply_float8
 from hetero_strategy.parallelize.fsdp import apply_fsdp, compute_in
 from hetero_strategy.parallelize.gradients import local
-from hetero_strategy.parallelize.offload import HostMemory, Offload, apply_offload
-from hetero_strategy.parallelize.recompute import Recompute, apply_recompute
-from hetero_strategy.parallelize.stages import adopt, cut, in_no_stage, owned_tensors, ties_kept
-from hetero_strategy.parallelize.storage import FP32, Storage
-from hetero_strategy.parallelize.traits import Traits, check_traits, restore_traits
+from hetero_strategy.parallelize.storage import FP32, Storage, Traits, check_traits, restore_traits
+from hetero_strategy.parallelize.transform import Site, Transform
+from hetero_strategy.parallelize.transforms import in_order
 
 
 def parallelize(
@@ -47,9 +45,7 @@ def parallelize(
     device: torch.device,
     *,
     seed: int,
-    recompute: Recompute | None = None,
-    offload: Offload | None = None,
-    compile: str | None = None,
+    transforms: Mapping[str, Transform] = MappingProxyType({}),
     split: Sequence[int] = (),
     pp_rank: int = 0,
     storage: Storage = FP32,
@@ -57,69 +53,58 @@ def parallelize(
 ) -> dict[int, Adapter]:
     """Put this rank's stages of ``module`` on its mesh, in place. Call on the module's ranks only.
 
-    Gradients are sums over the data-parallel and the context-parallel ranks, as of a loss that is divided by the number
-    of all their loss tokens; a mean of ranks, or a division by a rank's own tokens, is another gradient. Code that runs
-    stages without the strategy gives each rank its instance's inputs, and with ``cp`` its own part of these
+    Gradients are sums over the data-parallel and the context-parallel ranks, for a loss that is divided by the number
+    of all their loss tokens; a mean of ranks, or a division by a rank's own tokens, would be another gradient. Code
+    that runs stages without the strategy gives each rank its instance's inputs, and with ``cp`` its own part of these
     (``in_context`` of ``model.context``). It sets ``context_group`` of each stage to the name of the group of the ranks
     that have the other parts (``GroupRegistry.context``). If all of these ranks take whole inputs, each counts all
     rows, and gradients are ``cp`` times too large. After the last backward ``gradients.settle`` ends the step.
 
     Args:
         module: the whole module on the meta device. Afterwards it holds the tensors of this rank's stages under its own
-            names; the others stay on meta.
-        layout: its resolved layout.
-        mesh: mesh of this rank's pipeline slice, with ``dp_shard``, on which context-parallel ranks lie too, and those
-            of the axes ``dp_replicate, tp`` that are above 1; not read where neither FSDP2 nor tensor parallelism is
-            applied.
-        device: of its tensors; on meta they have no values.
-        recompute: what runs again in backward instead of keeping its activations.
-        offload: whose activations are in host memory between forward and backward.
-        compile: backend that compiles its blocks and its loss; None: none does.
-        split: blocks of each stage; not read without a pipeline.
+            names; all other tensors stay on meta.
+        layout: resolved layout of the module.
+        mesh: mesh of this rank's pipeline slice, with ``dp_shard``, on which context-parallel ranks lie too, and with
+            each of the axes ``dp_replicate, tp`` that is above 1; not read without FSDP2 and tensor parallelism.
+        device: device of the tensors; on meta they have no values.
+        transforms: changes of its stages by name.
+        split: number of blocks of each stage; not read without a pipeline.
         pp_rank: this rank's pipeline coordinate.
-        storage: dtypes of its tensors.
-        copies: a stage that this rank has for itself may compute with copies of its weights, which live as long as a
-            step; else FSDP2 gathers them.
+        storage: dtypes of the module's tensors.
+        copies: whether a stage on this rank alone may compute with copies of its weights, which live as long as a step;
+            else FSDP2 gathers them.
 
     Returns:
         This rank's stages by number; ``{0: module}`` without a pipeline.
 
     Raises:
-        ModelError: a parameter is not what it was: see :func:`check_traits`.
-        LayoutError: ``tp_chunks`` of a module that tensor parallelism splits in a way of its own.
+        ModelError: a trait of a parameter has changed, see :func:`check_traits`.
     """
     module.meta_copy()  # the module as it was, for initialisation and counting
     traits = {fqn: Traits.of(parameter) for fqn, parameter in module.named_parameters()}
-    with ties_kept([module]):
-        module.to("meta")  # a part that came with values gets them back in shards
+    with _ties_kept([module]):
+        module.to("meta")  # parts with given values get them back in shards
     traits = storage.store(name, module, traits)
     kept, blocks = storage.kept(name, module), list(module.blocks())
     assert layout.pipeline.stages in (1, len(split)), f"split {split} of {layout.pipeline.stages} stages"
     stages = cut(module, split, layout.pipeline.stages_of(pp_rank))
-    host = None if offload is None else HostMemory(device)
+    site, ordered = Site(name, layout, device, blocks, kept), in_order(transforms.values(), layout.tp)
     copied: list[Adapter] = []
+    for transform in ordered:
+        if transform.before_tp:
+            transform.apply([*stages.values()], site)
     for stage in stages.values():
-        stage.compute_dtype, stage.compiled_by = storage.compute, compile
-        if module.float8 is not None:
-            apply_float8(stage, module.float8, layout.tp, kept)
+        stage.compute_dtype = storage.compute
         if layout.tp > 1:
             assert mesh is not None
-            _split(name, stage, mesh["tp"], layout.tp_chunks, device)
-            restore_traits(traits, owned_tensors(stage))  # before FSDP, which sorts parameters by what trains
-        compile_first = layout.tp > 1  # torch cannot compile a checkpoint around tensor-parallel layers
-        if compile is not None and compile_first:
-            apply_compile(stage.blocks().values(), compile)
-        if recompute is not None:
-            again = recompute.chosen(blocks)
-            parts = [block for fqn, block in stage.blocks().items() if fqn in again]
-            apply_recompute([stage] if recompute.whole else parts, recompute)
-        if compile is not None and not compile_first:
-            apply_compile(stage.blocks().values(), compile)
-        if offload is not None and host is not None:
-            away = offload.chosen(blocks)
-            apply_offload(stage, [block for fqn, block in stage.blocks().items() if fqn in away], host)
-        held = {id(part) for part in stage.modules()}
-        precise = [layer for layer in kept if id(layer) in held]
+            _split(stage, mesh["tp"], device)
+            restore_traits(traits, stage.global_parameters())  # before FSDP, which sorts parameters by what trains
+    for transform in ordered:
+        if not transform.before_tp:
+            transform.apply([*stages.values()], site)
+    for stage in stages.values():
+        stage_parts = {id(part) for part in stage.modules()}
+        precise = [layer for layer in kept if id(layer) in stage_parts]
         if copies and storage.copies(stage.parameters(), layout) and not precise:
             copied.append(stage)
         elif layout.shards > 1 or storage.casts(stage.parameters()):
@@ -128,36 +113,87 @@ def parallelize(
             apply_fsdp(stage, mesh[axes], storage, precise)
         else:
             compute_in(storage, precise)
-    with ties_kept(stages.values()):
+    with _ties_kept(stages.values()):
         for stage in stages.values():
             stage.to_empty(device=device)
     for stage in stages.values():
-        restore_traits(traits, owned_tensors(stage))
-        check_traits(name, traits, owned_tensors(stage))
+        restore_traits(traits, stage.global_parameters())
+        check_traits(name, traits, stage.global_parameters())
         if device.type == "meta":
             continue
         wanted: dict[str, Selection] = {fqn: {} for fqn, _ in stage.named_buffers()}
-        wanted |= {fqn: _shard_of(parameter) for fqn, parameter in owned_tensors(stage).items()}
+        wanted |= {fqn: _shard_of(parameter) for fqn, parameter in stage.global_parameters().items()}
         fill(stage, initial_units(name, module, seed, wanted))
     for stage in copied:
         compute_with_copies(stage, storage.compute)
-    adopt(module, stages)
+    _adopt(module, stages)
     return stages
 
 
-def _split(name: str, stage: Adapter, mesh: DeviceMesh, chunks: int, device: torch.device) -> None:
+def _split(stage: Adapter, mesh: DeviceMesh, device: torch.device) -> None:
     """Put a stage on its tensor-parallel mesh."""
-    stage.tp_chunks = chunks
-    with ties_kept([stage]):
+    with _ties_kept([stage]):
         stage.apply_tp(mesh)
-    if chunks > 1 and not any(is_chunked(part) for part in stage.modules()):
-        raise LayoutError(
-            f"layout of '{name}': tp_chunks={chunks}, but {type(stage).__name__}.apply_tp cuts none of its linear maps;"
-            " give in_chunks(plan) to parallelize_module there, or set tp_chunks=1"
-        )
     if device.type == "cuda":  # else DTensor's first random operator would be a collective of the whole world
         with random_state_kept(device):
             manual_seed(0, mesh)
+
+
+def cut(module: Adapter, split: Sequence[int], numbers: Iterable[int]) -> dict[int, Adapter]:
+    """Make the stages of these numbers of a whole module; ``split``: number of blocks of each stage.
+
+    With fewer than two entries there is no pipeline, and the only stage is the module itself.
+    """
+    if len(split) < 2:
+        return {0: module}
+    blocks = list(module.blocks())
+    assert sum(split) == len(blocks), f"split {split} of {len(blocks)} blocks"
+    stages = {}
+    for number in numbers:
+        before = sum(split[:number])
+        own_blocks = blocks[before : before + split[number]]
+        stages[number] = module.stage(own_blocks, first=number == 0, last=number == len(split) - 1)
+    return stages
+
+
+def _adopt(module: Adapter, stages: Mapping[int, Adapter]) -> None:
+    """Let the whole module hold the tensors of its stages on this rank, under its own names.
+
+    Most are in parts that it shares with the stages. The rest are tensors of the modules around the blocks, and a
+    weight that two stages share, both of whose names are bound to this rank's copy.
+    """
+    tied = module.tied_weight() or ()
+    for stage in stages.values():
+        if stage is module:
+            continue
+        for fqn, buffer in stage.named_buffers(remove_duplicate=False):
+            owner, key = _holder(module, fqn)
+            owner._buffers[key] = buffer
+        for fqn, parameter in stage.named_parameters(remove_duplicate=False):
+            for name in tied if fqn in tied else (fqn,):
+                owner, key = _holder(module, name)
+                owner._parameters[key] = parameter
+
+
+@contextmanager
+def _ties_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Keep shared parameters shared through ``to`` and ``to_empty``, which would make one for each of their holders."""
+    holders: dict[int, dict[tuple[int, str], nn.Module]] = {}
+    for module in modules:
+        for owner in module.modules():
+            for key, parameter in owner._parameters.items():
+                if parameter is not None:
+                    holders.setdefault(id(parameter), {})[(id(owner), key)] = owner
+    yield
+    for shared in holders.values():
+        (first, *others) = [(owner, key) for (_, key), owner in shared.items()]
+        for owner, key in others:
+            owner._parameters[key] = first[0]._parameters[first[1]]
+
+
+def _holder(module: nn.Module, fqn: str) -> tuple[nn.Module, str]:
+    path, _, key = fqn.rpartition(".")
+    return module.get_submodule(path), key
 
 
 def check(name: str, module: Adapter, layout: ModuleLayout) -> list[str]:
@@ -196,15 +232,16 @@ def check(name: str, module: Adapter, layout: ModuleLayout) -> list[str]:
 
 
 def _shards_fit(size: int, tp: int, dp_shard: int) -> bool:
-    """Whether FSDP2's parts of a dimension that tensor parallelism has cut are those of its DTensor: FSDP2 cuts each
-    part alone, DTensor what all parts of a ``dp_shard`` rank come to.
+    """Return whether FSDP2's parts of a dimension that tensor parallelism has cut are those of its DTensor.
+
+    FSDP2 cuts each part alone, DTensor the sum of all parts of a ``dp_shard`` rank.
     """
     cut = [chunk_sizes(part, dp_shard) for part in chunk_sizes(size, tp)]
     return all(list(parts) == chunk_sizes(sum(parts), tp) for parts in zip(*cut, strict=True))
 
 
 def _has_statistics(layer: nn.Module) -> bool:
-    """Whether the output of a layer depends on what else is in the batch, or training changes its buffers."""
+    """Return whether a layer's output depends on the rest of the batch, or training changes its buffers."""
     if isinstance(layer, nn.modules.instancenorm._InstanceNorm):
         return layer.track_running_stats
     return isinstance(layer, (nn.modules.batchnorm._BatchNorm, _SpectralNorm))
@@ -239,11 +276,7 @@ def _stage_faults(module: Adapter, layout: ModuleLayout) -> list[str]:
 
 
 def check_all(modules: dict[str, Adapter], layouts: dict[str, ModuleLayout]) -> None:
-    """Check the layouts of all modules.
-
-    Raises:
-        LayoutError: a module has no layout, a layout no module, or degrees do not divide a module; all faults at once.
-    """
+    """Refuse layouts that do not fit the modules, with all faults at once."""
     faults = [f"the model has a module '{n}' without a layout; add layouts['{n}']" for n in modules if n not in layouts]
     faults += [
         f"layouts names '{n}', but the model's modules are {', '.join(modules)}; remove or rename it"
@@ -257,12 +290,12 @@ def check_all(modules: dict[str, Adapter], layouts: dict[str, ModuleLayout]) -> 
 
 @torch.no_grad()
 def fill(stage: Adapter, values: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write values into a stage's parameters, of each this rank's shard, and its buffers.
+    """Write values into a stage's buffers, and into this rank's shards of its parameters.
 
-    Complex and integer buffers keep the dtype they are given, whatever the precision plugin made of the module.
+    Complex and integer buffers keep the dtype of their values, whatever the precision plugin made of the module.
     ``values`` are pairs of a name in the whole module and this rank's part of that tensor.
     """
-    parameters = owned_tensors(stage)
+    parameters = stage.global_parameters()
     buffers = dict(stage.named_buffers())
     for fqn, value in values:
         if fqn in parameters:
@@ -274,7 +307,7 @@ def fill(stage: Adapter, values: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def _shard_of(tensor: torch.Tensor) -> Selection:
-    """Return which part of a tensor this rank keeps: what DTensor makes of the indices along each sharded dimension."""
+    """Return the part of a tensor that this rank keeps: DTensor's shard of the indices along each sharded dimension."""
     if not isinstance(tensor, DTensor):
         return {}
     dims = [getattr(placement, "dim", None) for placement in tensor.placements]

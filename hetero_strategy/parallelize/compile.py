@@ -1,35 +1,76 @@
-"""Which modules' blocks torch compiles: one by one, each for any number of rows."""
+"""Compile blocks of modules with torch, one by one, each for any number of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.inputs import Movable, tensors_of
-from hetero_strategy.parallelize.per_module import per_module
+from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.parallelize.transform import OnPaper, Site, Transform
 
-BACKENDS = ("inductor", "aot_eager", "eager")
-"""Of ``torch.compile``; the last two show what is wrong where the first fails."""
+Backend = Literal["inductor", "aot_eager", "eager"]
+"""Backends of ``torch.compile``; the last two help to find the fault if the first fails."""
 
 
-def compiles(given: Iterable[str] | Mapping[str, str] | None) -> dict[str, str]:
-    """What a person says: nothing, module names, or module name -> backend.
+@dataclass(frozen=True)
+class Compile(Transform):
+    """A module's blocks and its loss are compiled by torch, for any number of rows."""
 
-    Raises:
-        ConfigError: another backend.
-    """
-    return per_module("compile", given, BACKENDS[0], BACKENDS)
+    name: ClassVar[str] = "compile"
+    settings: ClassVar[str] = ", ".join(get_args(Backend))
+    splits_backward: ClassVar[bool] = False
+    warms_up: ClassVar[bool] = True
+    backend: Backend = "inductor"
+
+    @override
+    @classmethod
+    def of(cls, setting: object) -> Self | None:
+        return cls(cast(Backend, setting)) if setting in get_args(Backend) else None
+
+    @property
+    @override
+    def setting(self) -> str:
+        return self.backend
+
+    @override
+    def faults(self, module: OnPaper, layout: ModuleLayout, others: Mapping[str, Transform]) -> Iterator[str]:
+        again = others.get(Recompute.name)
+        assert isinstance(again, Recompute | None)
+        if layout.tp > 1 and not module.tp_compiles:
+            yield f"with tp={layout.tp}: torch's compiler fails on its tensor-parallel layers; set tp=1 or leave it out"
+        elif layout.tp > 1 and again is not None and again.keeps_matmuls:
+            yield (
+                f"with tp={layout.tp}: torch's compiler fails on recompute='all but matmuls' there; set recompute to"
+                " 'all' or 'every 2'"
+            )
+        elif layout.tp == 1 and self.backend == "eager" and again is not None and not again.whole:
+            yield (
+                "is 'eager', with which torch would draw other random numbers when blocks run again in backward; use"
+                " 'aot_eager', or leave recompute out"
+            )
+
+    @override
+    def apply(self, stages: Sequence[Adapter], site: Site) -> None:
+        for stage in stages:
+            stage.compiled_by = self.backend
+            apply_compile(stage.blocks().values(), self.backend)
 
 
 def apply_compile(blocks: Iterable[nn.Module], backend: str) -> None:
-    """Compile blocks that take rows ``[..., T, width]`` first; blocks of one class and size share what is compiled.
+    """Compile blocks that take rows ``[..., T, width]`` first; blocks of one class and size share compiled code.
 
-    Numbers of rows, sequences and table entries are dynamic from the first call; all that follows from weights is not.
+    Numbers of rows, sequences and table entries are dynamic from the first call; sizes that follow from weights are
+    not.
     """
     for block in blocks:
         block.forward = _compiled(block.forward, backend)
@@ -40,7 +81,7 @@ def _compiled(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
     seen: set[bool] = set()
 
     def run(rows: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Compiled code treats sizes of 0 and 1 apart from all others: they would be compiled again, and are soon done.
+        # Sizes of 0 and 1 are special to compiled code: they would compile again, and run fast anyway.
         if rows.shape[-2] < 2:
             return forward(rows, *args, **kwargs)
         if isinstance(rows, AsyncCollectiveTensor):
@@ -62,4 +103,4 @@ def _mark_dynamic(given: Any) -> None:
             while isinstance(tensor, Tensor):
                 dims = tensor.dim() - tensor.is_floating_point() - tensor.is_complex()
                 torch._dynamo.maybe_mark_dynamic(tensor, [d for d in range(dims) if tensor.shape[d] > 1])
-                tensor = tensor._base  # of which a view's size is a function
+                tensor = tensor._base  # a view's size is a function of its base's

@@ -1,7 +1,7 @@
-"""Weights of a stage that one rank has for itself, in the dtype that computes: copies of its masters while a step runs.
+"""Weights of a stage on a single rank, in the dtype that computes: copies of its masters while a step runs.
 
-It is what FSDP2 does over a group of one, without hooks around every block: forwards and backwards run as in one
-precision, and gradients go into those of the masters some at a time, as a backward makes them.
+This does what FSDP2 does over a group of one, without hooks around every block: forwards and backwards run as in a
+single precision, and gradients are added to those of the masters group by group, as a backward makes them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from torch import Tensor, nn
 from hetero_strategy.errors import ModelError
 
 ALIGNED = 512
-"""Bytes at a multiple of which each copy begins, as if it had been allocated by itself."""
+"""Alignment in bytes of the begin of each copy, as for a separate allocation."""
 FOLD_BYTES = 64 * 2**20
-"""Gradients of copies are let go once they take about this much."""
+"""Bytes of copies' gradients after which they are folded and freed, about."""
 
 
 class WeightCopies:
-    """Those of what trains in a stage; layers hold them from :meth:`gather` to :meth:`release`, and while a forward
-    without gradients runs outside of a step.
+    """The copies of a stage's trained weights.
+
+    Layers hold them from :meth:`gather` to :meth:`release`, and during a forward without gradients outside of a step.
 
     Args:
-        stage: with its masters, on their device.
-        dtype: of the copies.
+        stage: stage with its masters, on their device.
+        dtype: dtype of the copies.
     """
 
     def __init__(self, stage: nn.Module, dtype: torch.dtype) -> None:
@@ -45,7 +46,7 @@ class WeightCopies:
             _at(place, self._memory, torch.empty_like(master, dtype=dtype, device="meta")): master
             for master, place in zip(masters, places, strict=True)
         }
-        """By copy."""
+        """Masters by copy."""
         copies = {master: copy for copy, master in self._masters.items()}
         self._places = [
             (_putting(part), name, master, copies[master])
@@ -58,7 +59,7 @@ class WeightCopies:
         self._arrived: list[nn.Parameter] = []
         """Copies whose gradients a backward has made."""
         waiting = 0
-        for master, copy in reversed(copies.items()):  # about as a backward goes
+        for master, copy in reversed(copies.items()):  # about the order of a backward
             vars(copy).update(vars(master))
             copy.register_post_accumulate_grad_hook(self._arrived.append)
             waiting += copy.nbytes
@@ -72,7 +73,7 @@ class WeightCopies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies."""
+        """Return the bytes of the copies."""
         return sum(copy.nbytes for copy in self._masters)
 
     @torch.no_grad()
@@ -88,7 +89,7 @@ class WeightCopies:
         """Move gradients of copies into those of the masters, in whose dtype they add up. Call it after a backward."""
         if not self._arrived:
             return
-        made: tuple[list[Tensor], list[Tensor]] = [], []
+        fresh: tuple[list[Tensor], list[Tensor]] = [], []
         sums: tuple[list[Tensor], list[Tensor]] = [], []
         for copy in self._arrived:
             (gradient, copy.grad), master = (copy.grad, None), self._masters[copy]
@@ -97,18 +98,18 @@ class WeightCopies:
             total, into = master.grad, sums
             if total is None:
                 master.grad = total = torch.empty_like(gradient, dtype=master.dtype)
-                into = made
+                into = fresh
             into[0].append(total)
             into[1].append(gradient)
         self._arrived.clear()
         with torch.no_grad():
-            if made[0]:
-                torch._foreach_copy_(*made)
+            if fresh[0]:
+                torch._foreach_copy_(*fresh)
             if sums[0]:
                 torch._foreach_add_(*sums)
 
     def release(self) -> None:
-        """Give the masters back to their layers, and free the copies, and what a backward that failed has left."""
+        """Give the masters back to their layers; free the copies, and any gradients of a failed backward."""
         for copy in self._arrived:
             copy.grad = None
         self._arrived.clear()
@@ -119,7 +120,7 @@ class WeightCopies:
             self.there = False
 
     def __deepcopy__(self, _: object) -> NoReturn:
-        """Copies have no memory between steps, and hooks of theirs."""
+        """Refuse to copy: copies have no memory between steps, and have hooks of their own."""
         raise ModelError(
             "a model that computes with half-precision copies of its weights cannot be deep-copied; copy it before the"
             " Trainer has placed it, or load a checkpoint into another one"
@@ -137,13 +138,13 @@ class WeightCopies:
 
 
 def _at(place: int, memory: torch.UntypedStorage, like: Tensor) -> nn.Parameter:
-    """A tensor of this dtype, shape and strides that begins at this byte."""
+    """Make a parameter like ``like`` that begins at byte ``place`` of a memory."""
     tensor = torch.empty(0, dtype=like.dtype, device=memory.device)
     return nn.Parameter(tensor.set_(memory, place // like.itemsize, like.shape, like.stride()))
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[Tensor], None]:
-    """A hook that does not keep the method's owner: a tensor keeps its hooks where Python's collector does not look."""
+    """Make a hook that does not keep its owner alive: Python's collector does not see the hooks of a tensor."""
     owned = WeakMethod(method)
 
     def hook(_: Tensor) -> None:
@@ -154,31 +155,31 @@ def _weakly(method: Callable[[], None]) -> Callable[[Tensor], None]:
 
 
 def _putting(part: nn.Module) -> Callable[[str, nn.Parameter], None]:
-    """What gives a layer another parameter."""
+    """Return the function that sets a parameter of a layer."""
     if type(part).__setattr__ is nn.Module.__setattr__:
         return part._parameters.__setitem__
     return partial(setattr, part)  # such as an LSTM, which keeps a list of its weights
 
 
 def copies_of(stage: nn.Module) -> WeightCopies | None:
-    """Return the copies that a stage computes with, where :func:`compute_with_copies` made some."""
+    """Return the copies that a stage computes with, if :func:`compute_with_copies` made some."""
     return vars(stage).get("_hetero_copies")
 
 
 def compute_with_copies(stage: nn.Module, dtype: torch.dtype) -> None:
-    """Let a stage compute with copies of its weights in this dtype; call it once its parameters are where they stay."""
+    """Let a stage compute with copies of its weights in a dtype; call it once its parameters are in place."""
     vars(stage)["_hetero_copies"] = WeightCopies(stage, dtype)
 
 
 def release_copies(stage: nn.Module) -> None:
-    """:meth:`WeightCopies.release` of a stage that has copies."""
+    """Call :meth:`WeightCopies.release` for a stage that has copies."""
     if (copies := copies_of(stage)) is not None:
         copies.release()
 
 
 @contextmanager
 def masters_kept(stages: Iterable[nn.Module]) -> Iterator[None]:
-    """Give layers their masters back if what is done fails: who saves or trains the model then is to find them."""
+    """Give layers their masters back if the body fails, so that saving or training the model finds them."""
     try:
         yield
     except BaseException:

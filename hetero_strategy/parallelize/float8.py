@@ -1,13 +1,15 @@
-"""Which modules' blocks multiply in float8 (torchao): inputs, weights and gradients are rounded to eight bits with a
-scale per row, and their products kept in the compute dtype. Weights, optimizer and checkpoints stay as they are.
+"""Multiply in float8 (torchao) in blocks of some modules.
+
+Inputs, weights and gradients are rounded to eight bits with a scale per row, and their products are kept in the compute
+dtype. Weights, optimizer and checkpoints stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar, Literal, Self, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -17,74 +19,71 @@ from typing_extensions import override
 from hetero_strategy.errors import ConfigError, require
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.parallelize.kernels import device_name
-from hetero_strategy.parallelize.per_module import per_module
+from hetero_strategy.parallelize.transform import Site, Transform
 
-RECIPES = ("rowwise", "rowwise_with_gw_hp")
-"""Of torchao; the second multiplies gradients of weights in the compute dtype."""
+Recipe = Literal["rowwise", "rowwise_with_gw_hp"]
+"""Recipes of torchao; the second multiplies gradients of weights in the compute dtype."""
 EMULATED = ", emulated"
-"""Added to a recipe: rounded alike, multiplied in the compute dtype, on any device; slow."""
+"""Suffix of a recipe: rounded like it, but multiplied in the compute dtype, on any device; slow."""
 MULTIPLE = 16
-"""Of the sizes of matrices that GPUs multiply in float8. Rows, of which there are any number, are padded."""
+"""Divisor of the sizes of matrices that GPUs multiply in float8. Rows, whose number is free, are padded."""
 CAPABILITY = (8, 9)
-"""Of the first GPUs that do."""
+"""Compute capability of the first GPUs with float8."""
 
 
-def float8s(given: Iterable[str] | Mapping[str, str] | None) -> dict[str, str]:
-    """What a person says: nothing, module names, or module name -> recipe.
+@dataclass(frozen=True)
+class Float8(Transform):
+    """A module's blocks multiply in float8."""
 
-    Raises:
-        ConfigError: another recipe.
-    """
-    return per_module("float8", given, RECIPES[0], (*RECIPES, *(one + EMULATED for one in RECIPES)))
+    name: ClassVar[str] = "float8"
+    settings: ClassVar[str] = ", ".join(repr(f"{recipe}{end}") for end in ("", EMULATED) for recipe in get_args(Recipe))
+    before_tp: ClassVar[bool] = True
+    recipe: Recipe = "rowwise"
+    emulated: bool = False
+    """Whether numbers are rounded like the recipe's, but multiplied in the compute dtype, on any device; slow."""
 
+    @override
+    @classmethod
+    def of(cls, setting: object) -> Self | None:
+        recipe = str(setting).removesuffix(EMULATED)
+        emulated = str(setting).endswith(EMULATED)
+        return cls(cast(Recipe, recipe), emulated) if recipe in get_args(Recipe) else None
 
-def use_float8(
-    recipes: Mapping[str, str],
-    modules: Mapping[str, Adapter],
-    layouts: Mapping[str, ModuleLayout],
-    compute: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Tell modules to multiply in float8, before they are parallelised.
+    @property
+    @override
+    def setting(self) -> str:
+        return self.recipe + EMULATED * self.emulated
 
-    Args:
-        recipes: of :func:`float8s`.
-        compute: dtype of rows and of weights that compute.
-
-    Raises:
-        ConfigError: unknown modules; none of a module's linear maps has sizes that fit; the device, the precision or
-            what is installed cannot do it.
-    """
-    for name, recipe in recipes.items():
-        refusal = f"HeteroStrategy: float8 of '{name}'"
-        if name not in modules:
-            raise ConfigError(f"{refusal}: there is no such module; the modules are {', '.join(modules)}")
-        if layouts[name].tp_chunks > 1:
-            raise ConfigError(f"{refusal}: its layout has tp_chunks={layouts[name].tp_chunks}; set tp_chunks=1")
-        tp = layouts[name].tp
-        parts = (part for block in modules[name].blocks().values() for part in block.modules())
-        if not any(_fits(part, tp) for part in parts):
+    @override
+    def check(self, name: str, module: Adapter, layout: ModuleLayout, dtype: torch.dtype, device: torch.device) -> None:
+        refusal, tp = f"HeteroStrategy: float8 of '{name}'", layout.tp
+        if not any(_fits(part, tp) for block in module.blocks().values() for part in block.modules()):
             raise ConfigError(
                 f"{refusal}: none of its blocks has a linear map whose sizes, over tp={tp}, are multiples of"
-                f" {MULTIPLE}; leave '{name}' out"
+                f" {MULTIPLE}; leave it out"
             )
         require("torchao", "float8", refusal)
-        if recipe.endswith(EMULATED):
-            continue
+        if self.emulated or device.type == "meta":
+            return
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < CAPABILITY:
+            here = device.type if device.type != "cuda" else torch.cuda.get_device_name(device)
             raise ConfigError(
-                f"{refusal} needs GPUs of compute capability 8.9 or more, and here is {device_name(device)}; leave it"
-                f" out, or try what it does to the loss with float8={{'{name}': '{recipe}{EMULATED}'}}"
+                f"{refusal} needs GPUs of compute capability 8.9 or more, and here is {here}; leave it out, or try what"
+                f" it does to the loss with '{self.recipe}{EMULATED}'"
             )
-        if compute != torch.bfloat16:
-            raise ConfigError(f"{refusal}: products are of bfloat16, and rows of {compute}; set precision='bf16-mixed'")
-    for name, recipe in recipes.items():
-        modules[name].float8 = recipe
+        if dtype != torch.bfloat16:
+            raise ConfigError(f"{refusal}: products are of bfloat16, and rows of {dtype}; set precision='bf16-mixed'")
+
+    @override
+    def apply(self, stages: Sequence[Adapter], site: Site) -> None:
+        for stage in stages:
+            stage.roundings = (*stage.roundings, (torch.finfo(torch.float8_e4m3fn).eps, self.name))
+            apply_float8(stage, self, site.layout.tp, site.kept)
 
 
-def apply_float8(stage: Adapter, recipe: str, tp: int, kept: Collection[nn.Module] = ()) -> None:
-    """Replace linear maps in a stage's blocks by torchao's, which have the same parameters. Before tensor parallelism.
+def apply_float8(stage: Adapter, how: Float8, tp: int, kept: Collection[nn.Module] = ()) -> None:
+    """Replace linear maps in a stage's blocks by torchao's, which have the same parameters. Call it before tensor
+    parallelism.
 
     Args:
         kept: layers that compute in the masters' dtype.
@@ -92,8 +91,7 @@ def apply_float8(stage: Adapter, recipe: str, tp: int, kept: Collection[nn.Modul
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear_utils import swap_linear_layers
 
-    config = Float8LinearConfig.from_recipe_name(recipe.removesuffix(EMULATED))
-    config = replace(config, emulate=recipe.endswith(EMULATED), pad_inner_dim=True)
+    config = replace(Float8LinearConfig.from_recipe_name(how.recipe), emulate=how.emulated, pad_inner_dim=True)
     inside = {id(part) for layer in kept for part in layer.modules()}
     replaced = partial(_linear().from_float, config=config)
     for block in stage.blocks().values():
@@ -102,11 +100,11 @@ def apply_float8(stage: Adapter, recipe: str, tp: int, kept: Collection[nn.Modul
 
 @cache
 def _linear() -> Any:
-    """torchao's class, which is imported only where it is used."""
+    """Return torchao's class, which is imported only if it is used."""
     from torchao.float8.float8_linear import Float8Linear
 
     class Float8LinearOfAnyRows(Float8Linear):
-        """Of no rows too, which an instance may have: they have no largest value to scale by."""
+        """A linear map that also takes no rows, which an instance may have: they have no largest value to scale by."""
 
         @override
         def forward(self, rows: Tensor) -> Tensor:
@@ -116,7 +114,7 @@ def _linear() -> Any:
 
 
 def _fits(part: nn.Module, tp: int) -> bool:
-    """Whether a layer is a linear map that may multiply in float8, also where tensor parallelism cuts either side."""
+    """Return whether a layer is a linear map that may multiply in float8, even if tensor parallelism cuts it."""
     if type(part) is not nn.Linear:
         return False
     return part.in_features % (MULTIPLE * tp) == 0 and part.out_features % (MULTIPLE * tp) == 0

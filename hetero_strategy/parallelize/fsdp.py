@@ -1,8 +1,8 @@
-"""How a stage's parameters are gathered and its gradients reduced by FSDP2, in which dtypes, and when: once per step
-(:func:`gather`, :func:`reduce`) or with every microbatch.
+"""Gather a stage's parameters and reduce its gradients with FSDP2, once per step (:func:`gather`, :func:`reduce`) or
+with every microbatch.
 
-Once per step follows torch.distributed.pipelining's UNSHARD and REDUCE_GRAD (``stage.py``, ``perform_reduce_grad``);
-it differs in that weights without a gradient count as zero, so that ranks whose instance had no rows take part.
+Once per step follows torch.distributed.pipelining's UNSHARD and REDUCE_GRAD (``stage.py``, ``perform_reduce_grad``),
+except that weights without a gradient count as zero, so that ranks whose instance had no rows take part.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def apply_fsdp(module: Adapter, mesh: DeviceMesh, storage: Storage = FP32, kept:
     also avoids the pre-multiplied reduction, which gloo lacks and which loses bf16 sums on some NCCL versions.
 
     Args:
-        mesh: its shard axis may be of one rank: then FSDP only casts, and what is frozen stays outside of it.
-        storage: dtypes; inputs are not cast, for rows are in the right dtype and targets of a loss stay precise.
+        mesh: mesh whose shard axis may be of one rank: then FSDP only casts, and frozen parameters stay outside of it.
+        storage: dtypes; inputs are not cast, since rows are in the right dtype and targets of a loss stay precise.
         kept: layers that compute in the masters' dtype; their inputs and outputs are cast.
     """
     # Rows lose a leading dimension of 1 on their way out, and nobody writes into them.
@@ -66,7 +66,7 @@ def apply_fsdp(module: Adapter, mesh: DeviceMesh, storage: Storage = FP32, kept:
 
 
 def compute_in(storage: Storage, layers: Iterable[nn.Module]) -> None:
-    """Let frozen layers, which are in the masters' dtype, have their rows cast to it and back where FSDP does not."""
+    """Cast rows of frozen layers, which are in the masters' dtype, to it and back where FSDP does not."""
 
     def cast(dtype: torch.dtype, values: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, values)
@@ -77,13 +77,13 @@ def compute_in(storage: Storage, layers: Iterable[nn.Module]) -> None:
 
 
 def per_microbatch(stage: nn.Module, is_last: bool, reached: Reached) -> None:
-    """Prepare one microbatch's backward: weights are gathered and freed and gradients are reduced as it goes.
+    """Prepare one microbatch's backward: it gathers and frees weights and reduces gradients as it goes.
 
-    Not for a backward in two halves: FSDP's hooks take the end of the first for the end of the backward, and gradients
-    of the second would be lost. Such a stage is gathered once per step.
+    It does not work for a backward in two halves: FSDP's hooks take the end of the first half for the end of the
+    backward, and gradients of the second half would be lost. Such a stage is gathered once per step.
 
-    ``is_last`` says that no backward of this stage, an FSDP root, follows in this step; until then FSDP remembers in
-    which order to gather ahead. ``reached`` takes note of which gradients are missing; it is the same in every step.
+    ``is_last`` says that no backward of this stage, an FSDP root, follows in this step; until then FSDP remembers the
+    order in which to gather ahead. ``reached`` records which gradients are missing; it is the same in every step.
     """
     assert isinstance(stage, FSDPModule)
     stage.set_is_last_backward(is_last)
@@ -95,7 +95,7 @@ def per_microbatch(stage: nn.Module, is_last: bool, reached: Reached) -> None:
 
 
 def _reduce_all(group: Any, reached: Reached) -> None:
-    """Reduce a unit's gradients, of which those that are missing count as zero: all ranks sum the same parameters."""
+    """Reduce a unit's gradients; missing ones count as zero, so that all ranks sum the same parameters."""
     for parameter in group.fsdp_params:
         if hasattr(parameter, "_unsharded_param"):
             _add_missing(parameter, reached)
@@ -104,18 +104,20 @@ def _reduce_all(group: Any, reached: Reached) -> None:
 
 
 def _sum_parts(group: Any) -> None:
-    """Sum, on the current stream, those of a unit's gradients of which tensor-parallel ranks have parts.
+    """Sum, on the current stream, a unit's gradients of which tensor-parallel ranks have parts.
 
-    FSDP does it one by one where it reduces: a collective of tensor parallelism that is asked for on the stream of the
-    reductions would keep the next ones, of a backward that goes on, behind the reduction before.
+    FSDP sums them one by one where it reduces: a collective of tensor parallelism that is queued on the stream of the
+    reductions would keep the next collectives of a running backward behind the reduction before it.
     """
-    found = []
+    partial_params = []
     for parameter in group.fsdp_params:
         if parameter.is_dtensor and hasattr(parameter, "_unsharded_param"):
             parameter.accumulate_unsharded_grad_if_needed()
             if is_part(_gradient(parameter), parameter.unsharded_param.placements):
-                found.append(parameter)
-    for parameter, gradient in zip(found, summed([_gradient(parameter) for parameter in found]), strict=True):
+                partial_params.append(parameter)
+    for parameter, gradient in zip(
+        partial_params, summed([_gradient(parameter) for parameter in partial_params]), strict=True
+    ):
         if parameter.unsharded_accumulated_grad is None:
             parameter.unsharded_param.grad = gradient
         else:
@@ -129,7 +131,7 @@ def _gradient(parameter: Any) -> torch.Tensor | None:
 
 
 def _add_missing(parameter: Any, reached: Reached) -> None:
-    """Let the gradient of a parameter of FSDP be zeros where there is none, and note that there was none."""
+    """Replace a missing gradient of an FSDP parameter by zeros, and record that it was missing."""
     whole = parameter.unsharded_param
     if whole.requires_grad:
         gradient = parameter.unsharded_accumulated_grad if whole.grad is None else whole.grad
@@ -151,8 +153,8 @@ def gather(stage: nn.Module) -> None:
     """Start to gather all weights of an FSDP root, or make a stage's copies, and keep them over all microbatches;
     gradients add up meanwhile.
 
-    A collective over the stage's data-parallel ranks. Each unit's first forward waits for its own weights, so that the
-    others travel beside it. :func:`reduce` ends it, or :func:`release` without a backward.
+    A collective over the stage's data-parallel ranks. Each unit's first forward waits for its own weights only, so that
+    gathering the other units overlaps it. :func:`reduce` ends it, or :func:`release` without a backward.
     """
     if (copies := copies_of(stage)) is not None:
         copies.gather()
@@ -165,16 +167,16 @@ def gather(stage: nn.Module) -> None:
 
 @contextmanager
 def reducing(stage: nn.Module, reached: Reached) -> Iterator[None]:
-    """While the last backward of a gathered FSDP root runs: sums of a unit's gradients start once they are whole.
+    """Start the sums of a unit's gradients once they are whole, while the last backward of a gathered FSDP root runs.
 
-    A collective over the stage's data-parallel ranks, all of which run this backward. Units are summed in one order,
-    whatever order the backwards of ranks with other rows end them in; :func:`reduce` sums what is left, in that order.
-    ``reached`` takes note of which gradients are missing.
+    A collective over the stage's data-parallel ranks, all of which run this backward. Units are summed in one order, in
+    whatever order the backwards of ranks with other rows end them; :func:`reduce` sums the remaining units, in that
+    order. ``reached`` records which gradients are missing.
     """
     groups = _gathered(stage)
     left, whole = deque(groups), set()
     runs = {id(group): len(group._post_forward_indices) for group in groups}
-    """Backwards that are still to come: of a block that runs once per item one for each."""
+    """Number of backwards still to come by unit: one per item for a block that runs once per item."""
 
     def ended(group: Any) -> None:
         type(group).post_backward(group)  # adds up
@@ -186,7 +188,7 @@ def reducing(stage: nn.Module, reached: Reached) -> Iterator[None]:
 
     for group in groups:
         group.post_backward = partial(ended, group)
-        group._post_forward_indices.clear()  # nothing is to be gathered ahead, least of all what is freed already
+        group._post_forward_indices.clear()  # gather nothing ahead, least of all freed weights
     try:
         yield
     finally:
@@ -197,9 +199,9 @@ def reducing(stage: nn.Module, reached: Reached) -> Iterator[None]:
 def reduce(stage: nn.Module, reached: Reached) -> None:
     """Start to sum the gradients of a gathered FSDP root over data-parallel ranks, and free the weights.
 
-    A collective over the stage's data-parallel ranks; all of them call it, whether or not they had work. It runs on a
-    stream of its own beside what follows, until :func:`finish`, after which each rank has its shard of the sums.
-    ``reached`` takes note of which gradients are missing.
+    A collective over the stage's data-parallel ranks; all of them call it, whether or not they had work. It overlaps
+    the following work on a stream of its own until :func:`finish`, after which each rank has its shard of the sums.
+    ``reached`` records which gradients are missing.
     """
     for group in _gathered(stage):
         _reduce(stage, group, reached)
@@ -207,10 +209,10 @@ def reduce(stage: nn.Module, reached: Reached) -> None:
 
 
 def _gathered(stage: nn.Module) -> list[Any]:
-    """Units whose weights are whole, in the order in which a backward ends them."""
+    """Return the units whose weights are whole, in the order in which a backward ends them."""
     groups = [group for state in _root_state(stage)._state_ctx.all_states for group in _groups(state)]
     for group in groups:
-        group.wait_for_unshard()  # what no forward needed
+        group.wait_for_unshard()  # units that no forward needed
     return [group for group in reversed(groups) if group.is_unsharded]
 
 
@@ -218,25 +220,25 @@ def _gathered(stage: nn.Module) -> list[Any]:
 def _reduce(stage: nn.Module, group: Any, reached: Reached) -> None:
     """Start to sum a unit's gradients, and free its weights."""
     context = _root_state(stage)._comm_ctx
-    device, beside = context.device_handle, context.reduce_scatter_stream
+    device, reduce_stream = context.device_handle, context.reduce_scatter_stream
     for parameter in group.fsdp_params:
         _add_missing(parameter, reached)
         if parameter.unsharded_accumulated_grad is None:
-            parameter.to_accumulated_grad_if_needed()  # in the dtype of the others, which are there
+            parameter.to_accumulated_grad_if_needed()  # in the dtype of the gradients added before
     _sum_parts(group)
     for parameter in group.fsdp_params:
         gradients = [g for g in (parameter.unsharded_param.grad, parameter.unsharded_accumulated_grad) if g is not None]
         if parameter.unsharded_param.device.type != "cpu":
             for gradient in gradients:
-                local(gradient).record_stream(beside)
+                local(gradient).record_stream(reduce_stream)
     group.reduce_grads = group.all_reduce_grads = group.reshard_after_backward = True
-    beside.wait_stream(device.current_stream())
-    with device.stream(beside):
+    reduce_stream.wait_stream(device.current_stream())
+    with device.stream(reduce_stream):
         type(group).post_backward(group)
 
 
 def finish(stage: nn.Module) -> None:
-    """Wait, on the device, for the sums that :func:`reduce` started, or end a backward in which no hook of FSDP ran."""
+    """Wait, on the device, for the sums that :func:`reduce` started, or end a backward in which no FSDP hook ran."""
     _root_state(stage)._root_post_backward_final_callback()
 
 
@@ -257,7 +259,7 @@ def release(stage: nn.Module) -> None:
     if not isinstance(stage, FSDPModule) or _root_state(stage)._is_root is None:  # never ran
         return
     _let_hooks_communicate(stage, True)
-    _root_state(stage)._comm_ctx.post_forward_order.clear()  # which no backward does where there is none
+    _root_state(stage)._comm_ctx.post_forward_order.clear()  # no backward clears it if there is none
     for part in _parts(stage):
         for group in _groups(part._get_fsdp_state()):
             group.wait_for_unshard()  # what no forward needed
@@ -266,11 +268,12 @@ def release(stage: nn.Module) -> None:
 
 
 def whole_bytes(stage: nn.Module, *, once: bool) -> int:
-    """Count the bytes of whole weights and their gradients that a rank has at a time, beside its shards or masters.
+    """Count the bytes of whole weights and their gradients that a rank has at a time, besides its shards or masters.
 
     Args:
-        stage: an FSDP root, or a module without FSDP, which has at most copies of its own.
-        once: all are gathered for the whole step; else two units at a time, one that runs and one gathered ahead.
+        stage: FSDP root, or a module without FSDP, which has at most copies of its own.
+        once: whether all units are gathered for the whole step; else two at a time, one that runs and one gathered
+            ahead.
     """
     if (copies := copies_of(stage)) is not None:
         return copies.nbytes
@@ -279,22 +282,22 @@ def whole_bytes(stage: nn.Module, *, once: bool) -> int:
         size = 0
         for group in _groups(part._get_fsdp_state()):
             policy = group.mp_policy
-            for held in group.fsdp_params:
-                kept = held.sharded_param.dtype
-                gradient = policy.reduce_dtype or kept if held.sharded_param.requires_grad else None
+            for parameter in group.fsdp_params:
+                kept = parameter.sharded_param.dtype
+                gradient = policy.reduce_dtype or kept if parameter.sharded_param.requires_grad else None
                 width = (policy.param_dtype or kept).itemsize + (gradient.itemsize if gradient else 0)
-                size += held._orig_size.numel() * width
+                size += parameter._orig_size.numel() * width
         units.append(size)
     return sum(units) if once else sum(sorted(units)[-2:])
 
 
 def _let_hooks_communicate(stage: nn.Module, allowed: bool) -> None:
-    """Say whether FSDP's own hooks reshard and reduce, and with it whether the coming backward is the last."""
+    """Set whether FSDP's own hooks reshard and reduce, and so whether the coming backward is the last."""
     _root_state(stage)._state_ctx.is_last_backward = allowed
     for part in _parts(stage):
         part.set_requires_gradient_sync(allowed, recurse=False)
         part.set_reshard_after_backward(allowed, recurse=False)
-        # The root is gathered again at once by backward, so FSDP never frees it after forward.
+        # Backward would gather the root again at once, so FSDP never frees it after forward.
         part.set_reshard_after_forward(allowed and part is not stage, recurse=False)
 
 
@@ -308,7 +311,7 @@ def _root_state(stage: nn.Module) -> Any:
 
 
 def _groups(state: Any) -> list[Any]:
-    """Return the parameter groups of one unit, of which newer torch may have several."""
+    """Return the parameter groups of one unit; newer torch may have several."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

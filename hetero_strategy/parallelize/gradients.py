@@ -1,59 +1,64 @@
-"""What happens to a module's gradients after its last backward of a step, and norms over modules on many meshes."""
+"""Finish a module's gradients after its last backward of a step, and compute norms over modules on many meshes.
+
+A weight that the first and the last stage of a module share has a copy in each, whose gradients are summed. Both owners
+start from the same values and see the same sum, so the copies stay equal bit for bit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.parallelize.stages import owned_tensors
 
 BUCKET_BYTES = 32 * 2**20
-"""Gradients are all-reduced in flat pieces of about this size."""
+"""Bytes of the flat pieces in which gradients are all-reduced, about."""
 
 
-Reached = dict[torch.nn.Parameter, bool]
-"""Parameter whose gradient is summed over ranks in a step -> whether this rank had a gradient of it to bring."""
+Reached = dict[nn.Parameter, bool]
+"""Parameter whose gradient is summed over ranks in a step -> whether this rank had a gradient for it."""
 
 
-def note_reached(reached: Reached, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
-    """Note whether this rank has a gradient of a parameter; in a step with several sums it had one if it had in any."""
+def note_reached(reached: Reached, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+    """Note whether this rank has a gradient of a parameter; in a step with several sums, whether it had one in any."""
     reached[parameter] = reached.get(parameter, False) or gradient is not None
 
 
 @torch.no_grad()
 def settle(
-    parameters: Iterable[torch.nn.Parameter],
+    parameters: Iterable[nn.Parameter],
     replicas: dist.ProcessGroup | None,
     tensor_parallel: dist.ProcessGroup | None,
     reached: Reached,
 ) -> Callable[[], None]:
     """Bring gradients to their parameters' placements and strides and start to sum them over replicas.
 
-    A missing gradient counts as zero, so that each rank of the group brings as many bytes.
+    A missing gradient counts as zero, so that each rank of the group sends equally many bytes.
 
-    Ranks of tensor parallelism compute the gradients of what they hold whole (norms, biases, position tables) each by
-    itself, by kernels that may add in another order every time. They take those of the first of them, or they would
-    drift apart. All such parameters do, as nothing says which kernels a module of one's own runs.
+    Ranks of tensor parallelism compute the gradients of whole parameters (norms, biases, position tables) each by
+    itself, by kernels that may add in another order every time. They use the gradients of the first of these ranks, or
+    the parameters would drift apart. This holds for all such parameters, as nothing says which kernels a user's module
+    runs.
 
     Args:
-        parameters: the trained parameters of one module.
-        replicas: group of the ranks that hold equal copies and saw different data (``dp_replicate`` without FSDP);
-            None where FSDP sums, or there is one replica.
-        tensor_parallel: group of the ranks that split this instance's layers; None: there is one.
-        reached: takes note of which gradients were missing.
+        parameters: trained parameters of one module.
+        replicas: group of the ranks that hold equal copies and saw different data (``dp_replicate`` without FSDP); None
+            if FSDP sums, or if there is one replica.
+        tensor_parallel: group of the ranks that split this instance's layers; None: there is one rank.
+        reached: record of which gradients were missing.
 
     Returns:
-        What waits, on the device, for the sums.
+        A function that waits, on the device, for the sums.
     """
     grads, parameters = [], list(parameters)
     sum_parts(parameters)
@@ -84,15 +89,15 @@ def settle(
     return finish
 
 
-def sum_parts(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Let each parameter that tensor-parallel ranks hold whole, such as a norm's, have the sum of their gradients."""
+def sum_parts(parameters: Iterable[nn.Parameter]) -> None:
+    """Give each parameter that tensor-parallel ranks hold whole, such as a norm's, the sum of their gradients."""
     partial = [p for p in parameters if isinstance(p, DTensor) and is_part(p.grad, p.placements)]
     for p, gradient in zip(partial, summed([p.grad for p in partial]), strict=True):
         p.grad = gradient
 
 
 def is_part(gradient: torch.Tensor | None, placements: Sequence[Placement]) -> bool:
-    """Whether a gradient is a summand of the one that belongs to these placements, on a mesh of one axis."""
+    """Return whether a gradient is a summand of a gradient with these placements, on a mesh of one axis."""
     if not isinstance(gradient, DTensor) or gradient.device_mesh.ndim != 1:
         return False
     return gradient.placements[0].is_partial("sum") and placements[0].is_replicate()
@@ -100,9 +105,9 @@ def is_part(gradient: torch.Tensor | None, placements: Sequence[Placement]) -> b
 
 @torch.no_grad()
 def summed(gradients: Sequence[Any]) -> list[DTensor]:
-    """Sum parts of gradients over their meshes: flat pieces, of which each takes one collective; on the current stream.
+    """Sum parts of gradients over their meshes in flat pieces, with one collective each; on the current stream.
 
-    One sum for each norm of a model would be dozens of small collectives.
+    A sum for each norm of a model would be dozens of small collectives.
     """
     parts = {id(g): g.to_local() for g in gradients}
     whole: dict[int, torch.Tensor] = {}
@@ -119,8 +124,8 @@ def summed(gradients: Sequence[Any]) -> list[DTensor]:
     ]
 
 
-def _take_those_of_the_first(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Replace gradients, each this rank's part, by those of the group's first rank, bit by bit."""
+def _take_those_of_the_first(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Replace this rank's parts of gradients by those of the group's first rank, bit by bit."""
     grads = [local(p.grad) for p in parameters if p.grad is not None]
     for bucket in _take_tensors(grads, BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
@@ -129,7 +134,7 @@ def _take_those_of_the_first(parameters: Iterable[torch.nn.Parameter], group: di
 
 
 def _cut_over_tp(parameter: torch.Tensor) -> bool:
-    """Whether each rank of tensor parallelism has another part of a parameter."""
+    """Return whether each rank of tensor parallelism has another part of a parameter."""
     if not isinstance(parameter, DTensor):
         return False
     axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
@@ -143,16 +148,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Owned:
-    """A parameter that this rank owns, and on how many ranks of its module the same part of it lives."""
+    """A parameter that this rank owns, with the number of ranks of its module that have the same part of it."""
 
-    parameter: torch.nn.Parameter
+    parameter: nn.Parameter
     copies: int
 
 
 def owned_parameters(
     stages: Mapping[str, Mapping[int, Adapter]], layouts: Mapping[str, ModuleLayout]
 ) -> dict[int, Owned]:
-    """Return the parameters in this rank's stages (as ``parallelize`` gives them, by module and number), by ``id``."""
+    """Return the parameters in this rank's stages (by module and number, from ``parallelize``), by ``id``."""
     owned: dict[int, Owned] = {}
     for name, numbered in stages.items():
         layout = layouts[name]
@@ -160,7 +165,7 @@ def owned_parameters(
         apart = pipeline.rank_of(0) != pipeline.rank_of(pipeline.stages - 1)
         for stage in numbered.values():
             tied = stage.tied_weight() if apart else None
-            for fqn, parameter in owned_tensors(stage).items():
+            for fqn, parameter in stage.global_parameters().items():
                 copies = len(layout.ranks) // layout.pp // _parts(parameter)
                 both = tied is not None and fqn == tied[0]  # on the ranks of the first and of the last stage
                 owned[id(parameter)] = Owned(parameter, copies * (2 if both else 1))
@@ -168,18 +173,78 @@ def owned_parameters(
 
 
 def _parts(parameter: torch.Tensor) -> int:
-    """Count the parts that a parameter is sharded into."""
+    """Count the parts into which a parameter is sharded."""
     if not isinstance(parameter, DTensor):
         return 1
     axes = enumerate(parameter.placements)
     return prod(parameter.device_mesh.size(axis) for axis, placement in axes if not isinstance(placement, Replicate))
 
 
+@dataclass(frozen=True)
+class Tied:
+    """The shared weights that this rank owns."""
+
+    owned: Sequence[tuple[str, nn.Parameter, dist.ProcessGroup]]
+    """Module name, parameter and the group of its two owners."""
+
+    @torch.no_grad()
+    def settle(self, worked: Collection[str], reached: Reached) -> None:
+        """Sum the gradients of both owners, each already summed over data-parallel ranks; a missing one counts as zero.
+
+        A collective of the two owners. Modules that have not ``worked`` in this step have no gradients on either side.
+        ``reached`` records which were missing, if no sum over data-parallel ranks has.
+        """
+        for module, parameter, group in self.owned:
+            if module in worked:
+                if parameter not in reached:
+                    note_reached(reached, parameter, parameter.grad)
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(local(parameter.grad), group=group)
+
+
+def find_tied(
+    modules: Mapping[str, Adapter],
+    layouts: Mapping[str, ModuleLayout],
+    rank: int,
+    group: Callable[[Iterable[int]], dist.ProcessGroup | None],
+) -> Tied:
+    """Find the shared weights that this rank owns, after ``parallelize``.
+
+    ``group`` is ``GroupRegistry.group`` of a registry made with :func:`tied_rank_sets`.
+    """
+    owned = []
+    for name, module in modules.items():
+        weight = module.tied_weight()
+        for pair in _owner_pairs(module, layouts[name]):
+            if rank in pair and weight is not None:
+                owners = group(pair)
+                parameter = module.get_parameter(weight[0])
+                assert owners is not None
+                if parameter.requires_grad:
+                    owned.append((name, parameter, owners))
+    return Tied(owned)
+
+
+def tied_rank_sets(modules: Mapping[str, Adapter], layouts: Mapping[str, ModuleLayout]) -> list[tuple[int, ...]]:
+    """List the pairs of ranks that own the same part of a shared weight; each pair needs a group."""
+    return [pair for name, module in modules.items() for pair in _owner_pairs(module, layouts[name])]
+
+
+def _owner_pairs(module: Adapter, layout: ModuleLayout) -> list[tuple[int, ...]]:
+    """Pair ranks of equal coordinate in the first and the last stage; return none if one rank has both."""
+    last = layout.pipeline.stages - 1
+    if module.tied_weight() is None or layout.pipeline.rank_of(0) == layout.pipeline.rank_of(last):
+        return []
+    both = zip(layout.stage_grid(0).flat, layout.stage_grid(last).flat, strict=True)
+    return [tuple(sorted((int(a), int(b)))) for a, b in both]
+
+
 @torch.no_grad()
 def global_norm(owned: Sequence[Owned], device: torch.device) -> torch.Tensor:
-    """Return the norm of all modules' gradients, each counted once wherever its copies live; a collective of the world.
+    """Return the norm of all modules' gradients; a collective of the world. Copies of a gradient count once.
 
-    The result is the same on every rank: shape ``[]``, fp32 (fp64 where gradients are).
+    The result is the same on every rank: shape ``[]``, fp32 (fp64 if gradients are fp64).
     """
     dtype = torch.float64 if any(o.parameter.dtype == torch.float64 for o in owned) else torch.float32
     total = torch.zeros((), device=device, dtype=torch.float64)

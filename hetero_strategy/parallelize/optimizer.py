@@ -1,4 +1,4 @@
-"""Optimizers step on this rank's shards, so that one kernel takes parameters of every kind and mesh."""
+"""Let optimizers step on this rank's shards, so that one kernel takes parameters of every kind and mesh."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ ELEMENTWISE = (
 )  # fmt: skip
 """Optimizers that treat every element of a parameter alone, and so a shard as well as the whole."""
 FUSED = (optim.Adam, optim.AdamW)
-"""Those of them with a fused kernel on every device. SGD's fails where some parameters have had no gradient yet."""
+"""Elementwise optimizers with a fused kernel on every device. SGD's fails if some parameters have had no gradient yet.
+"""
 
 
 def choose_kernels(optimizers: Iterable[Optimizer], owned: Mapping[int, Owned], agree: Callable[[bool], bool]) -> None:
     """Let elementwise optimizers step on shards by a multi-tensor kernel: fused if there is one, else foreach.
 
-    Others see parameters as they are. Multi-tensor kernels take sharded or unsharded parameters, not both, so one of
-    them loops where a group of its has both on some rank. All ranks do the same, or copies of a parameter would drift
-    apart by rounding.
+    All other optimizers see parameters as they are. Multi-tensor kernels take sharded or unsharded parameters, not
+    both, so such an optimizer loops over a group that has both on some rank. All ranks do the same, or copies of a
+    parameter would drift apart by rounding.
 
     Args:
-        optimizers: in the same order on all ranks.
+        optimizers: optimizers in the same order on all ranks.
         owned: this rank's parameters by ``id``.
         agree: a collective that returns whether any rank passes true.
     """
@@ -62,17 +63,18 @@ def choose_kernels(optimizers: Iterable[Optimizer], owned: Mapping[int, Owned], 
 
 
 class _Shards:
-    """Puts this rank's parts in the place of sharded parameters and of their states while an optimizer steps.
+    """A wrapper that puts this rank's parts in the place of sharded parameters and of their states while an optimizer
+    steps.
 
     Before and after, and while a closure runs, the optimizer holds the parameters themselves, and its state is of
-    DTensors, as whoever reads or saves it expects.
+    DTensors, as all code that reads or saves it expects.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._parts: dict[nn.Parameter, nn.Parameter] = {}
         self._values: dict[nn.Parameter, dict[str, tuple[Any, Any]]] = {}
-        """Of a parameter's state: each value and the same of its part, which share memory."""
+        """Values of each parameter's state, each with this rank's part of it, which shares its memory."""
         self._groups: list[list[nn.Parameter]] = []
         step = optimizer.step
 
@@ -114,7 +116,7 @@ class _Shards:
             group["params"] = parameters
 
     def _part(self, p: Any) -> nn.Parameter:
-        """This rank's part, with its gradient and state."""
+        """Return this rank's part of a parameter, with its gradient and state."""
         part = self._parts.get(p)
         if part is None:
             part = self._parts[p] = nn.Parameter(local(p).detach(), p.requires_grad)
@@ -129,7 +131,7 @@ class _Shards:
         return part
 
     def _give_back(self, p: Any, part: nn.Parameter) -> None:
-        if part.grad is not None:  # changed, as who compares versions has to see
+        if part.grad is not None:  # changed, for code that compares versions
             torch.autograd.graph.increment_version(p)
         part.grad = None
         state, known = self._optimizer.state, self._values[p]
@@ -141,7 +143,7 @@ class _Shards:
 
 
 def _like(p: DTensor, part: torch.Tensor, value: Any) -> Any:
-    """A value of a part's state as one of the whole parameter's."""
+    """Turn a value of a part's state into one of the whole parameter's."""
     if not isinstance(value, torch.Tensor) or not value.dim() or value.shape != part.shape:
         return value
     options: dict[str, Any] = {"run_check": False, "shape": p.shape, "stride": p.stride()}

@@ -1,25 +1,28 @@
-"""Which activations a module's blocks do not keep, but compute again in backward."""
+"""Recompute activations of a module's blocks in backward instead of keeping them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
+from jaxtyping import Float64
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from typing_extensions import override
 
-from hetero_strategy.errors import ConfigError
+from hetero_strategy.errors import Count
+from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.attention import VARLEN
-from hetero_strategy.parallelize.per_module import per_module
+from hetero_strategy.parallelize.transform import Site, Transform
 
-WAYS = "all, every 2 (or another number), all but matmuls, whole"
 _ATEN = torch.ops.aten
 _C10D = torch.ops._c10d_functional
 MATMULS: list[Any] = [
@@ -28,93 +31,107 @@ MATMULS: list[Any] = [
     _ATEN._scaled_dot_product_cudnn_attention.default, _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
     _C10D.reduce_scatter_tensor.default, _C10D.all_reduce.default,
 ]  # fmt: skip
-"""Operators whose results are worth their memory: products of matrices, attention, and what tensor parallelism sums
-over its ranks. What it gathers, which is as large as the rows of all of them, is gathered again.
-"""
+"""Operators whose results are worth their memory: products of matrices, attention, and sums of tensor parallelism over
+its ranks. Gathers of tensor parallelism, as large as the rows of all its ranks, run again."""
 if VARLEN:
     MATMULS.append(torch.ops.torch_attn._varlen_attn.default)
 
 
+def every(setting: object) -> int | None:
+    """Return the number n in ``every n``, 1 for ``all``; None for any other value."""
+    number = re.fullmatch(r"every ([1-9]\d*)", str(setting))
+    return int(number[1]) if number else 1 if setting == "all" else None
+
+
 @dataclass(frozen=True)
-class SomeBlocks:
-    """Which of a module's blocks an option is for."""
+class SomeBlocks(Transform):
+    """A transform of a choice of a module's blocks."""
 
-    every: int = 1
-    """Of so many blocks it is for one, the first of them."""
+    settings: ClassVar[str] = "all, every 2 (or another number)"
+    splits_backward: ClassVar[bool] = False
+    every: Count = 1
+    """Number of blocks of which the first is chosen."""
 
-    def __str__(self) -> str:
-        """As a person says it."""
+    @override
+    @classmethod
+    def of(cls, setting: object) -> Self | None:
+        return None if (number := every(setting)) is None else cls(number)
+
+    @property
+    @override
+    def setting(self) -> str:
         return "all" if self.every == 1 else f"every {self.every}"
 
-    def chosen(self, blocks: Sequence[str]) -> Collection[str]:
-        """Those of a module's blocks, by FQN."""
-        return blocks[:: self.every]
+    @override
+    def on_block(self, number: int) -> Transform | None:
+        return None if number % self.every else replace(self, every=1)
+
+    def chosen(self, stage: Adapter, blocks: Sequence[str]) -> list[nn.Module]:
+        """Return the chosen ones of a stage's blocks; ``blocks``: FQNs of all blocks of its module."""
+        chosen = {*blocks[:: self.every]}
+        return [block for fqn, block in stage.blocks().items() if fqn in chosen]
 
 
 @dataclass(frozen=True)
 class Recompute(SomeBlocks):
-    """What of a module runs again in backward; the other blocks keep their activations."""
+    """Activations are computed again in backward, instead of being kept, by a choice of a module's blocks."""
 
+    name: ClassVar[str] = "recompute"
+    settings: ClassVar[str] = f"{SomeBlocks.settings}, all but matmuls, whole"
     keeps_matmuls: bool = False
-    """What :data:`MATMULS` make is kept, and all else runs again. Plans take it for nothing, also the gathers of tensor
-    parallelism.
-    """
+    """Whether results of :data:`MATMULS` are kept, and all other operators run again. Plans assume no cost for it, nor
+    for the gathers of tensor parallelism."""
     whole: bool = False
-    """The whole forward of a stage runs again, and nothing is kept but what came in."""
+    """Whether the whole forward of a stage runs again, and only its input is kept."""
 
-    def share(self, blocks: int) -> float:
-        """Share of the forward of a module of so many equal blocks that runs again, in FLOPs."""
-        if self.keeps_matmuls:
-            return 0.0
-        return ceil(blocks / self.every) / blocks if blocks else 1.0
+    @override
+    @classmethod
+    def of(cls, setting: object) -> Self | None:
+        if setting in ("all but matmuls", "whole"):
+            return cls(keeps_matmuls=setting == "all but matmuls", whole=setting == "whole")
+        return super().of(setting)
 
-    def __str__(self) -> str:
-        """As a person says it."""
+    @property
+    @override
+    def setting(self) -> str:
         if self.whole or self.keeps_matmuls:
             return "whole" if self.whole else "all but matmuls"
-        return super().__str__()
+        return super().setting
 
+    @property
+    @override
+    def of_blocks(self) -> bool:
+        return not self.whole
 
-def recomputes(given: Iterable[str] | Mapping[str, Any] | None) -> dict[str, Recompute]:
-    """What a person says: nothing, module names, or module name -> one of :data:`WAYS`.
+    @override
+    @classmethod
+    def choices(cls, blocks: int) -> Sequence[Self]:
+        return [cls(n) for n in (4, 3, 2, 1) if n <= blocks]
 
-    Raises:
-        ConfigError: another value.
-    """
-    said = per_module("recompute", given, "all")
-    return {name: _recompute(name, way) for name, way in said.items()}
+    @override
+    def on_block(self, number: int) -> Transform | None:
+        return None if self.whole else super().on_block(number)
 
+    @property
+    @override
+    def keeps_input_alone(self) -> bool:
+        return self.whole
 
-def every(way: Any) -> int | None:
-    """Every how many blocks are meant by ``all`` and ``every 2``; None: something else is said."""
-    number = re.fullmatch(r"every ([1-9]\d*)", str(way))
-    return int(number[1]) if number else 1 if way == "all" else None
+    @override
+    def kept(self, numbers: Float64[np.ndarray, "kinds=3"], width: int) -> Float64[np.ndarray, "kinds=3"]:
+        # Results of matmuls and attention are 3 + 1 + 1 + 4 + 1 of 17 numbers, and the input is 1.
+        return numbers * 11 / 17 if self.keeps_matmuls else np.array([0.0, width, 0.0])
 
+    @override
+    def recomputed(self, blocks: int) -> tuple[float, float]:
+        if self.keeps_matmuls:
+            return 0.0, 0.0
+        return (ceil(blocks / self.every) / blocks if blocks else 1.0), float(self.whole)
 
-def _recompute(name: str, way: Any) -> Recompute:
-    if (number := every(way)) is not None:
-        return Recompute(number)
-    if way not in ("all but matmuls", "whole"):
-        raise ConfigError(f"HeteroStrategy: recompute of '{name}' is {way!r}; use one of: {WAYS}")
-    return Recompute(keeps_matmuls=way == "all but matmuls", whole=way == "whole")
-
-
-def decoupled(recompute: Mapping[str, Recompute], fill: str, filling: Iterable[str]) -> dict[str, Recompute]:
-    """What runs again, with ``fill="decoupled"`` in modules that fill as a whole (Kimi K2.5, arXiv:2602.02276).
-
-    Raises:
-        ConfigError: another part of such a module is to run again.
-    """
-    if fill != "decoupled":
-        return dict(recompute)
-    again = {**dict.fromkeys(filling, Recompute(whole=True)), **recompute}
-    for name in filling:
-        if not again[name].whole:
-            raise ConfigError(
-                f"HeteroStrategy: recompute of '{name}' is '{recompute[name]}', but with fill='decoupled' its whole"
-                f" forward runs again; leave '{name}' out of recompute, or take fill='coarse'"
-            )
-    return again
+    @override
+    def apply(self, stages: Sequence[Adapter], site: Site) -> None:
+        for stage in stages:
+            apply_recompute([stage] if self.whole else self.chosen(stage, site.blocks), self)
 
 
 def apply_recompute(blocks: Iterable[nn.Module], how: Recompute) -> None:
@@ -124,7 +141,7 @@ def apply_recompute(blocks: Iterable[nn.Module], how: Recompute) -> None:
         compiled = block.__dict__.get("forward")
         if compiled is not None:
             block.forward = partial(_recomputed, block, compiled)
-        else:  # one function for all blocks, so that they share what is compiled of it
+        else:  # one function for all blocks, so that they share its compiled code
             block.forward = MethodType(_all_but_matmuls if how.keeps_matmuls else _all, block)
 
 
@@ -147,8 +164,9 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwa
 
 
 def _has_backward(block: nn.Module, *given: Any) -> bool:
-    """Whether a backward may come, as it does to no frozen block of frozen rows: torch 2.13 cannot compile what is to
-    run again and has none, where it might draw random numbers, as attention does to torch.
+    """Return whether a backward may come; frozen blocks of frozen rows have none.
+
+    torch 2.13 cannot compile a checkpoint without backward if it might draw random numbers, as attention seems to.
     """
     if not torch.is_grad_enabled() or vars(block)["_hetero_trains"]:
         return torch.is_grad_enabled()

@@ -1,9 +1,9 @@
-"""Every unit of a sharded stage takes part in every microbatch, in one order, whatever rows a rank has.
+"""Make every unit of a sharded stage take part in every microbatch, in one order, whatever rows a rank has.
 
-Where weights are gathered and gradients summed with each microbatch, FSDP's hooks follow the autograd graph: a rank
-whose graph leaves a unit out, or reaches it by another way, would meet others in the wrong collective. Backbones have
-such graphs where there are no rows: ``torch.cat([x.new_zeros(0, n), *per_item])`` follows from nothing without items.
-A rank that runs a unit more often than others, such as once per item, would meet them there too.
+If weights are gathered and gradients summed with each microbatch, FSDP's hooks follow the autograd graph: a rank whose
+graph leaves a unit out, or reaches it by another path, would meet other ranks in the wrong collective. Backbones have
+such graphs if there are no rows: ``torch.cat([x.new_zeros(0, n), *per_item])`` depends on no block without items. A
+rank that runs a unit more often than other ranks, such as once per item, would fail in the same way.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from hetero_strategy.model.kind import LossOutput
 
 
 def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[[], bool], mesh: DeviceMesh) -> None:
-    """Let what a stage makes follow from all of its units, and what units take of no rows from what lies before them.
+    """Make a stage's output depend on all of its units, and each unit's empty input on the parts before it.
 
-    A unit that did not run, or not as often as on other ranks, is refused: the ranks that share its weights would wait
-    for ever. The first forward compares all ranks, and each later one runs its units as often as the first did.
+    A unit that did not run, or not as often as on other ranks, raises an error: the ranks that share its weights would
+    wait for ever. The first forward compares all ranks, and each later one must run its units as often as the first
+    did.
 
     Args:
-        stage: an FSDP root.
-        units: below it, by FQN.
-        applies: tells whether the stage's coming forward gathers weights and its backward sums gradients.
+        stage: FSDP root.
+        units: units below the root, by FQN.
+        applies: returns whether the stage's coming forward gathers weights and its backward sums gradients.
         mesh: ranks that share its weights.
     """
     runs = _Runs(stage, list(units), mesh)
     ran: dict[str, list[Tensor]] = {}
-    """Unit -> what it made, also where nothing reads that: a backward comes to the same units on all ranks."""
+    """Unit -> its outputs, even if nothing reads them: a backward reaches the same units on all ranks."""
     trained = {fqn: any(p.requires_grad for p in unit.parameters()) for fqn, unit in units.items()}
     begun = not stage.first_stage or _trains_before(stage, units)
 
     def follow(unit: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Rows of items require a gradient where something before the unit trains, so no rows do, too."""
+        """Let empty rows require a gradient if something before the unit trains, as rows of items do."""
         rows = given[0] if given else None
         if not isinstance(rows, Tensor) or rows.numel() or rows.requires_grad or not rows.is_floating_point():
             return None
@@ -52,7 +53,7 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
         return (rows.detach().requires_grad_(), *given[1:])
 
     def begin(stage: nn.Module, given: tuple[Any, ...]) -> None:
-        ran.clear()  # also of what ran again in a backward
+        ran.clear()  # also of units that ran again in a backward
         runs.begin(applies())
 
     def note(fqn: str, unit: nn.Module, given: Any, made: Any) -> None:
@@ -71,10 +72,10 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
         rows = made.loss_sum if isinstance(made, LossOutput) else made
         if not isinstance(rows, Tensor) or not torch.is_grad_enabled():
             return None
-        others = [x for found in ran.values() for x in found]
-        # FSDP sees the end of a forward by its output, so that follows from something that trains.
+        others = [x for outputs in ran.values() for x in outputs]
+        # FSDP sees the end of a forward by its output, so that must depend on something that trains.
         more = [] if rows.requires_grad else [p for p in stage.parameters() if p.requires_grad][:1]
-        # On all ranks a tensor of its own, whose hooks come first in backward, also where a block makes the output.
+        # A tensor of its own on all ranks, whose hooks come first in backward, even if a block makes the output.
         joined = _Joined.apply(rows, *others, *more)
         return replace(made, loss_sum=joined) if isinstance(made, LossOutput) else joined
 
@@ -87,19 +88,24 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
 
 
 class _Runs:
-    """How often the units of a stage run in a forward: as often on all ranks, and in all forwards of a kind.
+    """A count of the runs of a stage's units in a forward: equal on all ranks, and in all forwards of a kind.
 
     Args:
-        names: of the units.
+        names: names of the units.
         mesh: ranks that are compared.
     """
 
     def __init__(self, stage: Adapter, names: Sequence[str], mesh: DeviceMesh) -> None:
         self._stage, self._names, self._mesh = stage, names, mesh
-        self._first: dict[bool, dict[str, int]] = {}
-        """Unit -> its runs in the first forward, apart for those with and without gradients."""
+        self._first: dict[tuple[bool, bool], dict[str, int]] = {}
+        """Unit -> its runs in the first forward of each kind: with or without gradients, in training or in evaluation,
+        in which a generator draws samples."""
         self._now: dict[str, int] = {}
         self._counts = False
+
+    @property
+    def _kind(self) -> tuple[bool, bool]:
+        return torch.is_grad_enabled(), self._stage.training
 
     def begin(self, counts: bool) -> None:
         self._counts, self._now = counts, dict.fromkeys(self._names, 0)
@@ -108,7 +114,7 @@ class _Runs:
         if not self._counts:  # not in a forward: it runs again in a backward
             return
         self._now[name] = runs = self._now[name] + 1
-        first = self._first.get(torch.is_grad_enabled())
+        first = self._first.get(self._kind)
         if first is None and runs > 1:
             self._meet(name)
         elif first is not None and runs > first[name]:
@@ -119,30 +125,30 @@ class _Runs:
     def end(self) -> None:
         """Compare the whole forward; the first one is a collective over the mesh, as each further run of a unit is."""
         self._counts = False
-        first = self._first.get(torch.is_grad_enabled())
+        first = self._first.get(self._kind)
         if first is None:
             self._meet(None)
-            self._first[torch.is_grad_enabled()] = self._now
+            self._first[self._kind] = self._now
         elif fewer := [name for name in self._names if self._now[name] < first[name]]:
             name = fewer[0]
             raise self._fault(f"{name} ran {self._now[name]} times in a microbatch, and {first[name]} in the first one")
 
     def _meet(self, name: str | None) -> None:
-        """Compare which unit the ranks are about to run again; None: none is left to be run on this rank.
+        """Compare which unit the ranks are about to run again; None: this rank runs none again.
 
-        Up to here all of them ran the same units, so those that do not come have run it one time less.
+        Up to here all of them ran the same units, so ranks that do not come have run it one time less.
         """
-        mine = torch.tensor([0 if name is None else 1 + self._names.index(name)], device=self._mesh.device_type)
+        own_place = torch.tensor([0 if name is None else 1 + self._names.index(name)], device=self._mesh.device_type)
         for axis in reversed(range(self._mesh.ndim)):
             group = self._mesh.get_group(axis)
-            found = mine.new_empty(group.size())
-            dist.all_gather_into_tensor(found, mine, group=group)
-            places = found.tolist()
+            gathered = own_place.new_empty(group.size())
+            dist.all_gather_into_tensor(gathered, own_place, group=group)
+            places = gathered.tolist()
             if len(set(places)) > 1:
                 again, ranks = max(places), dist.get_process_group_ranks(group)
                 more = [rank for rank, place in zip(ranks, places, strict=True) if place == again]
                 name = self._names[again - 1]
-                runs = self._now[name] - (max(places) == mine.item())
+                runs = self._now[name] - (max(places) == own_place.item())
                 raise self._fault(
                     f"{name} runs {runs + 1} times or more in a microbatch on ranks {more}, and {runs} on ranks"
                     f" {sorted({*ranks} - {*more})}"
@@ -156,7 +162,7 @@ class _Runs:
 
 
 def _trains_before(stage: Adapter, units: Mapping[str, nn.Module]) -> bool:
-    """Whether anything trains in a stage that is in no unit, and not after all blocks."""
+    """Return whether anything trains in a stage that is in no unit, and not after all blocks."""
     inside = {id(p) for unit in units.values() for p in unit.parameters()}
     after = tuple(f"{fqn}." for fqn in stage.around_blocks()[1])
     own = ((fqn, p) for fqn, p in stage.named_parameters() if id(p) not in inside and not f"{fqn}.".startswith(after))
@@ -164,7 +170,9 @@ def _trains_before(stage: Adapter, units: Mapping[str, nn.Module]) -> bool:
 
 
 class _Joined(torch.autograd.Function):
-    """Rows as they are, which follow from others too. These get no gradient, but a backward runs their hooks."""
+    """A function that returns its rows and makes them depend on more tensors. These get no gradient, but a backward
+    runs their hooks.
+    """
 
     @staticmethod
     def forward(ctx, rows: Tensor, *others: Tensor) -> Tensor:  # type: ignore[no-untyped-def]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,10 @@ from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize import fsdp
-from hetero_strategy.parallelize.apply import check_all, parallelize
-from hetero_strategy.parallelize.gradients import global_norm, owned_parameters, settle
-from hetero_strategy.parallelize.recompute import Recompute
-from hetero_strategy.parallelize.stages import cut
+from hetero_strategy.parallelize.apply import check_all, cut, parallelize
+from hetero_strategy.parallelize.gradients import find_tied, global_norm, owned_parameters, settle, tied_rank_sets
 from hetero_strategy.parallelize.storage import Storage
-from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
+from hetero_strategy.parallelize.transforms import read_transforms
 from hetero_strategy.runtime import backward
 from hetero_strategy.zoo import hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, clips, images, tokens
@@ -59,7 +57,7 @@ class Piece:
     """``once``: gather, all microbatches, reduce; ``each``: FSDP by itself."""
     halves: bool = False
     """I, then W."""
-    recompute: bool = False
+    transforms: Mapping[str, str | int] = field(default_factory=dict)
     microbatches: int = 2
     ahead: int = 1
     """Microbatches whose forward runs before the first backward; then they take turns (1F1B)."""
@@ -157,7 +155,7 @@ def _run(rank: int, world: int, piece: Piece, sums: Sums) -> dict[str, Any]:
     expected, rows, grads = reference(piece, layout, split)
     stages = parallelize(
         "m", module, layout, registry.mesh("m"), torch.device("cpu"),
-        seed=3, recompute=Recompute() if piece.recompute else None, split=split, pp_rank=where.pp,
+        seed=3, transforms=read_transforms({"m": piece.transforms}).get("m", {}), split=split, pp_rank=where.pp,
         storage=Storage(torch.float64, torch.float64),
     )  # fmt: skip
     tied = find_tied({"m": module}, {"m": layout}, rank, registry.group)
@@ -167,7 +165,7 @@ def _run(rank: int, world: int, piece: Piece, sums: Sums) -> dict[str, Any]:
             return tensor
         return tensor.chunk(layout.tp)[where.shard].contiguous()
 
-    values = {n: _full(p.detach()) for stage in stages.values() for n, p in _owned(stage).items()}
+    values = {n: _full(p.detach()) for stage in stages.values() for n, p in stage.global_parameters().items()}
     for stage in stages.values():
         if layout.dp_shard > 1 and piece.mode == "once":
             fsdp.gather(stage)
@@ -220,7 +218,7 @@ def _run(rank: int, world: int, piece: Piece, sums: Sums) -> dict[str, Any]:
         tied.settle(["m"], {})
     found = {}
     for stage in stages.values():
-        for name, parameter in _owned(stage).items():
+        for name, parameter in stage.global_parameters().items():
             if parameter.requires_grad:
                 assert parameter.grad is not None or piece.forget, name
                 got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -236,17 +234,15 @@ def _run(rank: int, world: int, piece: Piece, sums: Sums) -> dict[str, Any]:
         "names": [n for n, _ in module.named_parameters()],
         "state": {n: tuple(t.shape) for n, t in module.state_dict().items()},
         "owned": sorted(n for n, p in module.named_parameters() if not p.is_meta),
-        "same": all(dict(module.named_parameters())[n] is p for s in stages.values() for n, p in _owned(s).items()),
+        "same": all(
+            dict(module.named_parameters())[n] is p for s in stages.values() for n, p in s.global_parameters().items()
+        ),
     }
 
 
 def run_all(rank: int, world: int, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
     """One after another."""
     return [run(rank, world, piece) for piece in pieces]
-
-
-def _owned(stage: Adapter) -> dict[str, torch.nn.Parameter]:
-    return {stage.global_name(n): p for n, p in stage.named_parameters()}
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,15 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.layout.fake import fake_world
-from hetero_strategy.layout.placement import place
-from hetero_strategy.layout.registry import GroupRegistry
+from hetero_strategy.layout.registry import GroupRegistry, fake_world
+from hetero_strategy.layout.spec import place
 from hetero_strategy.model import Backbone
 from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.gradients import Reached, settle
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool
 from tests.parallelize.pieces import MAKE, inputs_of, loss_of
 
 LATE = 4.0
@@ -65,16 +64,18 @@ def seconds(rank: int, world: int, layout: ModuleLayout) -> dict[str, float]:
     return took
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_weights_travel_until_the_first_forward_needs_them(pool: Pool) -> None:
     first, _ = pool.run(2, seconds, SHARDED)
-    assert first["gather"] < LATE / 2 < LATE * 0.9 < first["forward"]
+    assert first["gather"] < LATE / 2 < first["forward"]
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_gradients_of_replicas_travel_until_the_step_ends(pool: Pool) -> None:
     first, _ = pool.run(2, seconds, REPLICATED)
-    assert first["start"] < LATE / 2 < LATE * 0.9 < first["finish"]
+    assert first["start"] < LATE / 2 < first["finish"]
 
 
 def summed(rank: int, world: int, idle: bool) -> tuple[list[str], dict[str, torch.Tensor]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +11,13 @@ from torch._dynamo.utils import counters
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.layout.spec import Placement, place
 from hetero_strategy.model import MultimodalModel, Packing, attention
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.parallelize.apply import parallelize
-from hetero_strategy.parallelize.compile import apply_compile, compiles
-from hetero_strategy.parallelize.recompute import Recompute, recomputes
-from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.strategy.blueprint import blueprint
+from hetero_strategy.parallelize.compile import apply_compile
+from hetero_strategy.parallelize.transforms import read_transforms
+from hetero_strategy.strategy.blueprint import Options, checked_blueprint
 from hetero_strategy.zoo import hf_llama, titan_llama
 from tests.model.helpers import TITAN, tokens
 from tests.small_models import reader
@@ -35,17 +34,16 @@ def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def made(backend: str | None, recompute: Recompute | None) -> Adapter:
+def made(backend: str | None, recompute: str | None) -> Adapter:
     module = titan_llama(**TITAN | {"n_layers": 4})
     layout = ModuleLayout.from_config("llm", {"ranks": [0]}).resolved()
-    parallelize("llm", module, layout, None, torch.device("cpu"), seed=1, recompute=recompute, compile=backend)
+    how = read_transforms({"llm": {"recompute": recompute, "compile": backend}})
+    parallelize("llm", module, layout, None, torch.device("cpu"), seed=1, transforms=how.get("llm", {}))
     return module
 
 
-OFTEN = ("aot_eager", "all")
-"""In `make test`, where tests/benchmarks/test_gpu.py compiles steps with inductor, which takes far longer."""
-RARELY = [("aot_eager", "every 2"), ("aot_eager", "all but matmuls")]
-RARELY += [("inductor", "every 2"), ("inductor", "all but matmuls")]
+WAYS = [("aot_eager", "all"), ("aot_eager", "every 2"), ("aot_eager", "all but matmuls")]
+WAYS += [("inductor", "every 2"), ("inductor", "all but matmuls")]
 """With 'every 2' some blocks are recomputed and others are not, so neither way needs a case of its own."""
 
 
@@ -57,23 +55,20 @@ def test_frozen_blocks_of_frozen_rows_may_be_said_to_run_again(way: str) -> None
         module = titan_llama(**TITAN | {"n_layers": 1})
         for frozen in (module.model.tok_embeddings, module.model.layers):
             frozen.requires_grad_(False)
-        layout, recompute = ModuleLayout([0]).resolved(), recomputes({"llm": way})["llm"]
-        parallelize("llm", module, layout, None, torch.device("cpu"), seed=1, recompute=recompute, compile=backend)
+        layout, how = ModuleLayout((0,)).resolved(), read_transforms({"llm": {"recompute": way, "compile": backend}})
+        parallelize("llm", module, layout, None, torch.device("cpu"), seed=1, transforms=how["llm"])
         module(tokens([40, 24])).loss_sum.backward()
         found.append(module.model.output.weight.grad)
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("backend", "way"), [
-    OFTEN, *(pytest.param(*rarely, marks=pytest.mark.full) for rarely in RARELY)
-])  # fmt: skip
+@pytest.mark.full
+@pytest.mark.parametrize(("backend", "way"), WAYS)
 def test_ragged_rows_are_compiled_once(backend: str, way: str) -> None:
     """Blocks share what is compiled: one for rows that are a view, as the first block's, and one for the others'; the
     loss has one for each direction.
     """
-    recompute = recomputes({"llm": way})["llm"]
-    compiled, plain = made(backend, recompute), made(None, recompute)
+    compiled, plain = made(backend, way), made(None, way)
     for lengths in RAGGED:
         for module in (compiled, plain):
             module.zero_grad()
@@ -88,6 +83,7 @@ def test_ragged_rows_are_compiled_once(backend: str, way: str) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.full
 def test_evaluation_is_compiled_apart() -> None:
     module, plain = made("eager", None), made(None, None)
     for lengths in RAGGED:
@@ -119,35 +115,28 @@ def test_the_flash_kernel_is_compiled_once() -> None:
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-@pytest.mark.parametrize("given", [{"llm": "fast"}, {"llm": True}])
-def test_other_backends_are_refused(given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"compile of 'llm' is .*; use one of inductor, aot_eager, eager"):
-        compiles(given)
-    assert compiles(["llm"]) == {"llm": "inductor"} and compiles(None) == {}
-
-
 @pytest.mark.parametrize(
     ("module", "tp", "recompute", "message"),
     [
-        ("lm", 1, {}, r"compile names \['lm'\]; the modules are vision, audio, llm"),
-        ("vision", 2, {}, "compile names 'vision', which has tp=2: .*; set tp=1 or leave 'vision' out"),
-        ("llm", 2, {"llm": "all but matmuls"}, "fails on recompute='all but matmuls' there; set recompute of 'llm'"),
-        ("llm: eager", 1, {"llm": "every 2"}, "compile of 'llm' is 'eager', .* other random numbers .*'aot_eager'"),
+        ("lm", 1, None, "transforms name 'lm'; the modules are vision, audio, llm"),
+        ("vision", 2, None, "compile of 'vision' with tp=2: .*; set tp=1 or leave it out"),
+        ("llm", 2, "all but matmuls", "fails on recompute='all but matmuls' there; set recompute to 'all'"),
+        ("llm: eager", 1, "every 2", "compile of 'llm' is 'eager', .* other random numbers .*'aot_eager'"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(module: str, tp: int, recompute: dict[str, str], message: str) -> None:
+def test_what_cannot_be_compiled_is_refused(module: str, tp: int, recompute: str | None, message: str) -> None:
     model = reader()
     modules = dict(model.modules_by_name) | {"llm": titan_llama(**TITAN | {"dim": 16})}
     layouts = {n: ModuleLayout.from_config(n, {"ranks": [0, 1], "tp": tp}).resolved() for n in modules}
     name, _, backend = module.partition(": ")
-    given = {name: backend or "aot_eager"}
+    given = read_transforms({name: {"recompute": recompute, "compile": backend or "aot_eager"}})
     with pytest.raises(ConfigError, match=message):
-        blueprint(MultimodalModel(modules), layouts, ScheduleConfig(), recomputes(recompute), given)
+        checked_blueprint(MultimodalModel(modules), Placement(layouts, 2), Options(transforms=given))
 
 
 def test_a_module_without_blocks_is_refused() -> None:
     small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = MultimodalModel({"llm": hf_llama(vocab_size=8, num_hidden_layers=0, **small)})
-    for options in ({"compile": {"llm": "eager"}}, {"recompute": recomputes(["llm"])}):
-        with pytest.raises(ConfigError, match="names 'llm', which has no blocks; leave it out"):
-            blueprint(model, {"llm": ModuleLayout((0,)).resolved()}, ScheduleConfig(), **options)
+    transforms = read_transforms({"llm": {"compile": "eager", "recompute": "all"}})
+    with pytest.raises(ConfigError, match="compile and recompute of 'llm': it has no blocks; leave it out"):
+        checked_blueprint(model, place({"llm": ModuleLayout((0,))}, 1), Options(transforms=transforms))

@@ -54,6 +54,27 @@ def test_layers_hold_copies_between_gather_and_release() -> None:
             masters["inner.weight"].add_(1.0)  # as an optimizer does
 
 
+def test_autograd_keeps_no_other_copy_of_a_weight() -> None:
+    """Negative control: a cast by autocast is one."""
+    module, copies, _ = made()
+    shapes, kept = {(6, 4), (4, 6), (4, 4)}, list[int]()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.extend([tensor.untyped_storage().data_ptr()] * (tuple(tensor.shape) in shapes))
+        return tensor
+
+    def others(net: nn.Module, dtype: torch.dtype) -> set[int]:
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            net(torch.ones(3, 4, dtype=dtype, requires_grad=True))
+        return {*kept} - {p.untyped_storage().data_ptr() for p in net.parameters()}
+
+    copies.gather()
+    assert not others(module, torch.bfloat16) and len({*kept}) == 1
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        assert others(Tied(), torch.float32)
+
+
 def test_a_model_that_nobody_has_any_more_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where gradients are folded while a backward goes on, too."""
     monkeypatch.setattr(copies_module, "FOLD_BYTES", 1)

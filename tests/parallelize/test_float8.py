@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,16 +14,15 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.parallelize.apply import parallelize
-from hetero_strategy.parallelize.float8 import apply_float8, float8s, use_float8
+from hetero_strategy.parallelize.float8 import Float8, apply_float8
 from hetero_strategy.parallelize.storage import Storage
-from hetero_strategy.strategy.row_caches import _digest
+from hetero_strategy.parallelize.transforms import read_transforms
+from hetero_strategy.testing import Pool
 from hetero_strategy.zoo import titan_llama
 from tests.distributed.exact import on
-from tests.distributed.harness import Pool
 from tests.distributed.scenario import Job, train
 from tests.distributed.scenario import data as scenario_data
 from tests.model.helpers import TITAN, tokens
-from tests.small_models import reader
 
 CPU = torch.device("cpu")
 CLASS = "Float8LinearOfAnyRows"
@@ -34,9 +32,8 @@ WAYS = ("rowwise, emulated", "rowwise_with_gw_hp, emulated")
 def made(recipe: str | None, storage: Storage | None = None) -> Adapter:
     with torch.device("meta"):
         module = titan_llama(**TITAN)
-    module.float8 = recipe
-    layout = ModuleLayout.from_config("llm", {"ranks": [0]}).resolved()
-    parallelize("llm", module, layout, None, CPU, seed=1, storage=storage or Storage())
+    layout, how = ModuleLayout((0,)).resolved(), read_transforms({"llm": {"float8": recipe}}).get("llm", {})
+    parallelize("llm", module, layout, None, CPU, seed=1, transforms=how, storage=storage or Storage())
     return module
 
 
@@ -70,61 +67,31 @@ def test_only_linear_maps_of_blocks_that_fit_are_rounded() -> None:
     block = next(iter(module.blocks().values()))
     odd, kept = nn.Linear(32, 24), nn.Linear(32, 32)
     block.odd, block.kept, block.fits = odd, kept, nn.Linear(32, 32)
-    apply_float8(module, WAYS[0], 1, [kept])
+    apply_float8(module, Float8(emulated=True), 1, [kept])
     assert block.odd is odd and block.kept is kept and type(block.fits).__name__ == CLASS
     block.halves = nn.Linear(32, 16)
-    apply_float8(module, WAYS[0], 2)
+    apply_float8(module, Float8(emulated=True), 2)
     assert type(block.halves) is nn.Linear, "of which each of two ranks would have 8"
 
 
-def test_what_is_said() -> None:
-    assert float8s(None) == {} and float8s(["llm"]) == {"llm": "rowwise"}
-    assert float8s({"llm": WAYS[1]}) == {"llm": WAYS[1]}
-    with pytest.raises(
-        ConfigError, match=r"float8 of 'llm' is 'tensorwise'; use one of rowwise, .*, 'rowwise, emulated'"
-    ):
-        float8s({"llm": "tensorwise"})
-
-
 @pytest.mark.parametrize(
-    ("recipes", "layout", "message"),
+    ("how", "tp", "message"),
     [
-        ({"llm": "rowwise"}, {}, "needs GPUs of compute capability 8.9 .* here is cpu; .*'rowwise, emulated'"),
-        ({"lm": WAYS[0]}, {}, "float8 of 'lm': there is no such module; the modules are llm"),
-        ({"llm": WAYS[0]}, {"ranks": [0, 1], "tp": 2, "tp_chunks": 2}, "tp_chunks=2; set tp_chunks=1"),
-        (
-            {"llm": WAYS[0]},
-            {"ranks": list(range(64)), "tp": 64},
-            "none of its blocks .* over tp=64, are multiples of 16",
-        ),
+        (Float8(), 1, "needs GPUs of compute capability 8.9 .* here is cpu; .*'rowwise, emulated'"),
+        (Float8(emulated=True), 64, "none of its blocks .* over tp=64, are multiples of 16"),
     ],
 )
-def test_what_cannot_be_is_refused(recipes: dict[str, str], layout: dict[str, Any], message: str) -> None:
-    module = titan_llama(**TITAN)
-    layouts = {"llm": ModuleLayout.from_config("llm", {"ranks": [0], **layout}).resolved()}
-    with pytest.raises(ConfigError, match=message):
-        use_float8(recipes, {"llm": module}, layouts, torch.bfloat16, CPU)
-    assert module.float8 is None
+def test_what_cannot_be_is_refused(how: Float8, tp: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"float8 of 'llm'.*{message}"):
+        how.check("llm", titan_llama(**TITAN), ModuleLayout(tp, tp=tp).resolved(), torch.bfloat16, CPU)
 
 
 def test_without_torchao_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torchao", raising=False)
     monkeypatch.setattr(errors, "find_spec", lambda name: None)
-    layouts = {"llm": ModuleLayout.from_config("llm", {"ranks": [0]}).resolved()}
+    layout = ModuleLayout(1).resolved()
     with pytest.raises(ConfigError, match=r"needs torchao, which is not installed: .* 'hetero-strategy\[float8\]'"):
-        use_float8({"llm": "rowwise"}, {"llm": titan_llama(**TITAN)}, layouts, torch.bfloat16, CPU)
-
-
-def test_rows_that_were_kept_on_disk_are_not_taken_for_rounded_ones() -> None:
-    seen = set()
-    for recipe in (None, *WAYS, None):
-        with torch.device("meta"):
-            vision = reader().modules_by_name["vision"]
-        vision.float8 = recipe
-        layout = ModuleLayout.from_config("vision", {"ranks": [0]}).resolved()
-        parallelize("vision", vision, layout, None, CPU, seed=1)
-        seen.add(_digest(vision, hashes=True))
-    assert len(seen) == 3
+        Float8().check("llm", titan_llama(**TITAN), layout, torch.bfloat16, CPU)
 
 
 def trained(rank: int, world: int, job: Job) -> list[float]:
@@ -136,7 +103,7 @@ def test_a_run_in_float8_ends_near_one_without(pool: Pool, tmp_path: Path) -> No
     """With tensor parallelism too, where a row's scale is that of each rank's part."""
     folder = str(scenario_data(tmp_path))
     layouts = {"vision": on(0, 1), "audio": on(0, 1), "llm": on(0, 1, tp=2)}
-    strategy = {"float8": dict.fromkeys(("vision", "llm"), WAYS[0])}
+    strategy = {"transforms": {name: {"float8": WAYS[0]} for name in ("vision", "llm")}}
     plain, rounded = (
         pool.run(2, trained, Job(folder, layouts, 12, precision="32-true", strategy=s, capture=False))[0]
         for s in ({}, strategy)

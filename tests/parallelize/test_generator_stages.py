@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hetero_strategy.model import GeneratorInputs, GeneratorOutput
+from hetero_strategy.testing import Pool
 from hetero_strategy.zoo.flow import FlowDecoder
-from tests.distributed.harness import Pool
 from tests.model.test_generator import items
 from tests.parallelize import pieces
 from tests.parallelize.pieces import Piece, worst
@@ -41,11 +41,12 @@ def on_rank(rank: int, world: int, piece: Piece) -> dict[str, Any]:
         pieces.inputs_of, pieces.loss_of = others, loss_of
 
 
+@pytest.mark.full_cases("ranks2 pp2", "ranks4 pp2 dp_shard2_0", "ranks4 pp2 dp_shard2_1", "ranks4 pp2 tp2")
 @pytest.mark.parametrize(
     "piece",
     [
         Piece("flow", {"ranks": 2, "pp": 2, "split": [1, 3]}, halves=True, microbatches=4),
-        Piece("flow", {"ranks": 4, "pp": 2, "dp_shard": 2}, recompute=True, halves=True),
+        Piece("flow", {"ranks": 4, "pp": 2, "dp_shard": 2}, transforms={"recompute": "all"}, halves=True),
         Piece("flow", {"ranks": 4, "pp": 2, "dp_shard": 2}, mode="each"),
         Piece("flow", {"ranks": 4, "pp": 2, "tp": 2}),
         Piece("flow", {"ranks": 2, "pp": 1, "tp": 2}, halves=True, microbatches=3),
@@ -58,6 +59,7 @@ def test_gradients_equal_those_of_one_process(pool: Pool, piece: Piece) -> None:
     assert all(result["same"] for result in results)
 
 
+@pytest.mark.full
 def test_a_forgotten_reduction_is_seen(pool: Pool) -> None:
     piece = Piece("flow", {"ranks": 2, "pp": 1, "dp_shard": 2}, forget="reduce")
     assert worst(pool.run(2, on_rank, piece)) > 1e-3

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from hetero_strategy.parallelize import gradients
 from hetero_strategy.parallelize.gradients import Owned, clip_by_norm, clip_by_value, local, scale, settle
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool
 
 
 def test_gradients_of_every_dtype_are_scaled_and_no_gradients_are_none() -> None:

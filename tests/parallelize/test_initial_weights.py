@@ -16,8 +16,8 @@ from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.storage import Storage
+from hetero_strategy.testing import Pool
 from hetero_strategy.zoo import hf_llama, titan_llama
-from tests.distributed.harness import Pool
 from tests.model.helpers import LLAMA, reads
 
 MAKE = {"titan": titan_llama, "hf_llama": hf_llama}
@@ -56,6 +56,12 @@ def on_rank(rank: int, world: int, kind: str, folder: Path, fields: dict[str, An
     return {"read": sum(found), "kept": kept, "wrong": wrong, "all": sum(p.numel() * 2 for p in first.values())}
 
 
+@pytest.mark.full_cases(
+    "titan-{'ranks': 3, 'dp_shard': 3}",
+    "titan-{'ranks': 4, 'dp_shard': 2, 'dp_replicate': 2}",
+    "titan-{'ranks': 4, 'dp_shard': 2, 'tp': 2}",
+    "titan-{'ranks': 4, 'pp': 2, 'tp': 2}",
+)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_rank_reads_what_it_keeps(pool: Pool, tmp_path: Path, kind: str, layout: dict[str, Any]) -> None:

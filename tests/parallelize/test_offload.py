@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.parallelize import offload as offload_room
+from hetero_strategy.parallelize import host_memory as offload_room
 from hetero_strategy.parallelize.apply import parallelize
-from hetero_strategy.parallelize.offload import HostMemory, Offload, SavedBlock, check_offload, host_memory, offloads
-from hetero_strategy.parallelize.recompute import Recompute, recomputes
+from hetero_strategy.parallelize.host_memory import HostMemory, SavedBlock, host_memory
+from hetero_strategy.parallelize.transforms import read_transforms
 from hetero_strategy.profiling.allocations import Allocations
 from hetero_strategy.zoo import titan_llama
 from tests.model.helpers import TITAN, tokens
@@ -25,11 +24,8 @@ LENGTHS = [40, 24]
 def made(offload: str | None, recompute: str | None = None, compile: str | None = None) -> Adapter:
     module = titan_llama(**TITAN | {"n_layers": 4})
     layout = ModuleLayout.from_config("llm", {"ranks": [0]}).resolved()
-    again = recomputes({"llm": recompute})["llm"] if recompute else None
-    away = offloads({"llm": offload})["llm"] if offload else None
-    parallelize(
-        "llm", module, layout, None, torch.device("cpu"), seed=1, recompute=again, offload=away, compile=compile
-    )
+    how = read_transforms({"llm": {"recompute": recompute, "offload": offload, "compile": compile}})
+    parallelize("llm", module, layout, None, torch.device("cpu"), seed=1, transforms=how.get("llm", {}))
     return module
 
 
@@ -192,31 +188,6 @@ def test_nothing_moves_without_a_backward() -> None:
         module(tokens(LENGTHS))
     host = host_memory(module)
     assert host is not None and host.most == 0
-
-
-@pytest.mark.parametrize("way", ["every 0", "whole", "all but matmuls", 2, True])
-def test_other_ways_are_refused(way: Any) -> None:
-    with pytest.raises(ConfigError, match=r"offload of 'llm' is .*; use one of: all, every 2"):
-        offloads({"llm": way})
-
-
-def test_names_alone_mean_all() -> None:
-    assert offloads(["llm"]) == {"llm": Offload()} and offloads(None) == {}
-    assert [str(how) for how in offloads({"a": "all", "b": "every 3"}).values()] == ["all", "every 3"]
-
-
-@pytest.mark.parametrize("how", [Recompute(whole=True), Recompute(keeps_matmuls=True)], ids=str)
-def test_what_cannot_move_is_refused(how: Recompute) -> None:
-    with pytest.raises(ConfigError, match=f"offload names 'llm', whose recompute is '{how}'"):
-        check_offload(["llm"], {"llm": how}, (), {"llm": 1})
-    check_offload(["llm"], {"vision": how, "llm": Recompute(2)}, ["llm"], {"llm": 1})
-
-
-def test_compiled_tensor_parallel_blocks_are_not_recomputed_from_the_host() -> None:
-    """A block that runs again would be given a tensor that torch compiles other code for."""
-    with pytest.raises(ConfigError, match=r"'all' and with compile and tp=2 .*leave 'llm' out of recompute or compile"):
-        check_offload(["llm"], {"llm": Recompute()}, ["llm"], {"llm": 2})
-    check_offload(["llm"], {}, ["llm"], {"llm": 2})
 
 
 def test_a_block_that_moved_nothing_does_not_part_those_around_it() -> None:

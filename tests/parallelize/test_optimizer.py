@@ -11,10 +11,10 @@ from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from hetero_strategy.layout.fake import fake_world
+from hetero_strategy.layout.registry import fake_world
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.optimizer import ELEMENTWISE, _Shards, choose_kernels
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool
 
 STEPS = 3
 

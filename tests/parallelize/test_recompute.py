@@ -16,23 +16,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.layout.fake import fake_world
+from hetero_strategy.layout.registry import fake_world
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.inputs import SequenceInputs
 from hetero_strategy.parallelize.apply import parallelize
-from hetero_strategy.parallelize.compile import compiles
-from hetero_strategy.parallelize.float8 import float8s
-from hetero_strategy.parallelize.offload import offloads
-from hetero_strategy.parallelize.recompute import Recompute, decoupled, recomputes
+from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.parallelize.transforms import decoupled, read_transforms
 from hetero_strategy.zoo import hf_llama, titan_llama
 from tests.model.helpers import LLAMA, TITAN, tokens
 
 
 def made(recompute: str | None) -> Adapter:
     module = titan_llama(**TITAN | {"n_layers": 4})
-    how = None if recompute is None else recomputes({"llm": recompute})["llm"]
-    layout = ModuleLayout.from_config("llm", {"ranks": [0]}).resolved()
-    parallelize("llm", module, layout, None, torch.device("cpu"), seed=1, recompute=how)
+    layout, how = ModuleLayout((0,)).resolved(), read_transforms({"llm": {"recompute": recompute}})
+    parallelize("llm", module, layout, None, torch.device("cpu"), seed=1, transforms=how.get("llm", {}))
     return module
 
 
@@ -89,11 +86,11 @@ class Sums(TorchDispatchMode):
 
 
 def sums_of_backward(make: Callable[[], Adapter], recompute: str | None) -> int:
-    module, how = make(), None if recompute is None else recomputes({"llm": recompute})["llm"]
+    module, how = make(), read_transforms({"llm": {"recompute": recompute}}).get("llm", {})
     layout = ModuleLayout.from_config("llm", {"ranks": [0, 1], "tp": 2}).resolved()
     with fake_world(0, 2):
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
-        parallelize("llm", module, layout, mesh, torch.device("cpu"), seed=1, recompute=how)
+        parallelize("llm", module, layout, mesh, torch.device("cpu"), seed=1, transforms=how)
         loss = module(tokens([40, 24])).loss_sum
         with Sums() as sums:
             loss.backward()
@@ -109,36 +106,13 @@ def test_what_tensor_parallelism_sums_is_kept_with_the_matmuls(make: Callable[[]
     assert again > plain == sums_of_backward(make, "all but matmuls")
 
 
-@pytest.mark.parametrize("way", ["every 0", "every two", "some", 2, True])
-def test_other_ways_are_refused(way: Any) -> None:
-    with pytest.raises(ConfigError, match=r"recompute of 'llm' is .*; use one of: all, every 2"):
-        recomputes({"llm": way})
-
-
-@pytest.mark.parametrize(("read", "option"), [(recomputes, "recompute"), (offloads, "offload"), (compiles, "compile"),
-                                              (float8s, "float8")])  # fmt: skip
-def test_the_letters_of_a_name_are_no_names(read: Callable[[Any], dict[str, Any]], option: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{option}='llm' is one string; .* such as {option}=\['llm'\], or"):
-        read("llm")
-    assert [*read(["llm", "vision"])] == ["llm", "vision"] and not read(None)
-
-
 def test_decoupled_modules_run_again_as_a_whole_and_nothing_else_of_them_is_asked_for() -> None:
-    llm, whole = {"llm": Recompute()}, Recompute(whole=True)
+    llm, whole = {"llm": {"recompute": Recompute()}}, {"recompute": Recompute(whole=True)}
     assert decoupled(llm, "decoupled", ["vision"]) == {**llm, "vision": whole}
-    assert decoupled(llm, "coarse", ["vision"]) == llm
+    assert decoupled(llm, "fine", ["vision"]) == llm
     assert decoupled({"vision": whole}, "decoupled", ["vision"]) == {"vision": whole}
     with pytest.raises(ConfigError, match="recompute of 'vision' is 'every 2', but with fill='decoupled' its whole"):
-        decoupled(recomputes({"vision": "every 2"}), "decoupled", ["vision"])
-
-
-def test_names_alone_mean_all() -> None:
-    assert recomputes(["llm", "vision"]) == {"llm": Recompute(), "vision": Recompute()}
-    assert recomputes(None) == recomputes([]) == {}
-    every_third = recomputes({"llm": "every 3"})["llm"]
-    assert [every_third.share(blocks) for blocks in (0, 1, 2, 3, 4, 7, 9)] == [1, 1, 1 / 2, 1 / 3, 2 / 4, 3 / 7, 1 / 3]
-    assert every_third.chosen("abcd") == "ad" and every_third.chosen("ab") == "a"
-    assert recomputes({"llm": "all but matmuls"})["llm"].share(4) == 0
+        decoupled({"vision": {"recompute": Recompute(2)}}, "decoupled", ["vision"])
 
 
 def test_the_kernel_for_packed_rows_is_kept_too() -> None:

@@ -1,4 +1,4 @@
-"""In which dtypes parameters are kept, and what is refused."""
+"""Dtypes in which parameters are kept, marks on parameters that survive their replacement, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from hetero_strategy.errors import ConfigError, HeteroError
+from hetero_strategy.errors import ConfigError, HeteroError, ModelError
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.layout.fake import fake_world
+from hetero_strategy.layout.registry import fake_world
+from hetero_strategy.layout.spec import Placement
 from hetero_strategy.model import Adapter, Backbone, Encoder, MultimodalModel, Projector
+from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.fsdp import apply_fsdp
 from hetero_strategy.parallelize.gradients import local
-from hetero_strategy.parallelize.storage import Storage
+from hetero_strategy.parallelize.storage import Storage, Traits, check_traits
 from hetero_strategy.runtime.backward import inputs_first
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.strategy import HeteroStrategy
-from hetero_strategy.strategy.blueprint import beside_kept, blueprint
+from hetero_strategy.strategy.blueprint import Options, beside_kept, checked_blueprint
 from hetero_strategy.strategy.precision import check_trainable, storage_of
 from hetero_strategy.zoo import hf_llama, siglip2_encoder
 from tests.model.helpers import LLAMA, VIT
@@ -69,12 +71,12 @@ def test_layers_that_run_once_for_each_chunk_are_not_gathered_by_themselves() ->
     with pytest.raises(
         ConfigError, match=r"keep_fp32 names parameters of llm\.\S*norm, which runs once for each chunk"
     ):
-        blueprint(built, layouts, ScheduleConfig(), storage=storage)
+        checked_blueprint(built, Placement(layouts, 2), Options(storage=storage))
     others = Storage(torch.bfloat16, keep=("llm.*layers*norm*",))
-    blueprint(built, layouts, ScheduleConfig(), storage=others)
+    checked_blueprint(built, Placement(layouts, 2), Options(storage=others))
     asked = beside_kept(ScheduleConfig(), built, storage)  # of plans
     assert asked == ScheduleConfig(reshard_after_forward="never")
-    blueprint(built, layouts, asked, storage=storage)
+    checked_blueprint(built, Placement(layouts, 2), Options(asked, storage=storage))
     assert beside_kept(ScheduleConfig(), built, others) == ScheduleConfig()
     always = ScheduleConfig(reshard_after_forward="always")
     assert beside_kept(always, built, storage) is always
@@ -135,7 +137,7 @@ def test_gradients_of_later_halves_add_up_in_the_dtype_of_masters() -> None:
 @pytest.mark.parametrize("given", [["llm.*.q_proj.weight"], ("llm.norm",), None])
 def test_names_of_parameters_are_a_list(given: Sequence[str] | None) -> None:
     assert HeteroStrategy(keep_fp32=given)._keep_fp32 == tuple(given or ())
-    with pytest.raises(ConfigError, match=r"keep_fp32='llm.norm' is one string; give a list, \['llm.norm'\]"):
+    with pytest.raises(ConfigError, match=r"='llm.norm'; give a list of texts or None, such as \['llm.norm'\]"):
         HeteroStrategy(keep_fp32="llm.norm")
 
 
@@ -169,3 +171,47 @@ def test_what_was_loaded_in_bf16_trains_in_its_master_and_is_frozen_as_it_comput
         weight = dict(encoder.named_parameters())["backbone.weight"]
         assert weight.dtype == (storage.compute if tower is frozen else storage.master)
         assert torch.equal(weight.detach(), value.to(weight.dtype))
+
+
+def marked() -> torch.nn.Linear:
+    linear = torch.nn.Linear(4, 4)
+    linear.weight.lr_scale = 0.1  # type: ignore[assignment]
+    linear.bias.requires_grad_(False)
+    return linear
+
+
+def encoder() -> Encoder:
+    with torch.device("meta"):
+        return Encoder(marked, Projector(4, 4))
+
+
+def one_rank(module: Encoder) -> None:
+    layout = ModuleLayout.from_config("vision", {"ranks": [0]}).resolved()
+    parallelize("vision", module, layout, None, torch.device("cpu"), seed=1)
+
+
+@pytest.mark.parametrize("under", ["strategy", "auto"])
+def test_attributes_and_frozen_parameters_survive(under: str) -> None:
+    module = encoder()
+    one_rank(module) if under == "strategy" else materialize(module, 1, device=torch.device("cpu"))
+    weight, bias = module.get_parameter("backbone.weight"), module.get_parameter("backbone.bias")
+    assert not weight.is_meta and weight.lr_scale == 0.1 and weight.requires_grad and not bias.requires_grad
+
+
+def test_a_hook_that_would_be_lost_is_an_error() -> None:
+    module = encoder()
+    module.get_parameter("backbone.weight").register_hook(lambda grad: grad * 2)
+    with pytest.raises(ModelError, match=r"module 'vision': hooks of parameter 'backbone\.weight' was True and is Fal"):
+        one_rank(module)
+
+
+@pytest.mark.parametrize("trait", ["requires_grad", "dtype", "shape"])
+def test_any_other_difference_is_an_error(trait: str) -> None:
+    before = {"w": Traits.of(torch.nn.Parameter(torch.zeros(2, 3)))}
+    other = {
+        "requires_grad": torch.nn.Parameter(torch.zeros(2, 3), False),
+        "dtype": torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.float64)),
+        "shape": torch.nn.Parameter(torch.zeros(3, 2)),
+    }
+    with pytest.raises(ModelError, match=f"{trait} of parameter 'w'"):
+        check_traits("llm", before, {"w": other[trait]})

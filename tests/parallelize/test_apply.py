@@ -20,11 +20,10 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.model.materialize import materialize
 from hetero_strategy.parallelize.apply import check_all
-from hetero_strategy.parallelize.gradients import local
-from hetero_strategy.parallelize.tied import tied_rank_sets
+from hetero_strategy.parallelize.gradients import local, tied_rank_sets
+from hetero_strategy.testing import Pool
 from hetero_strategy.zoo import titan_llama
 from hetero_strategy.zoo.titan import TitanLlama
-from tests.distributed.harness import Pool
 from tests.model.helpers import TITAN
 from tests.parallelize.pieces import MAKE, Piece, evaluate_then_train, even_split, run, run_all, worst
 
@@ -32,16 +31,13 @@ PIPE = {"ranks": 2, "pp": 2, "split": [1, 3]}
 FSDP = {"ranks": 4, "pp": 2, "dp_shard": 2, "split": [3, 1]}
 HSDP = {"ranks": 4, "pp": 1, "dp_shard": 2, "dp_replicate": 2}
 TP = {"ranks": 4, "pp": 2, "tp": 2}
-CHUNKS = {**TP, "tp_chunks": 3}
+AGAIN = {"recompute": "all"}
 PIECES = [
     Piece("titan", PIPE),
     Piece("titan", FSDP, mode="each"),
     Piece("titan", FSDP, mode="each", microbatches=4, ahead=3),
-    Piece("titan", FSDP, microbatches=3, ahead=2, halves=True, recompute=True),
+    Piece("titan", FSDP, microbatches=3, ahead=2, halves=True, transforms=AGAIN),
     Piece("titan", {"ranks": 4, "pp": 1, "dp_shard": 2, "tp": 2}, halves=True),
-    Piece("titan", CHUNKS, halves=True, microbatches=4, ahead=3),
-    Piece("titan", CHUNKS, frozen=True),
-    Piece("titan", {"ranks": 4, "pp": 1, "dp_shard": 2, "tp": 2, "tp_chunks": 3}, mode="each", recompute=True),
     Piece("titan", HSDP, microbatches=3),
     Piece("titan", HSDP, mode="each", microbatches=3, ahead=2),
     Piece("siglip2", HSDP, mode="each", microbatches=4),
@@ -49,16 +45,13 @@ PIECES = [
     Piece("titan", {"ranks": 4, "pp": 2, "dp_shard": 2, "vpp": 2}),
     Piece("titan", FSDP, frozen=True),
     Piece("hf_qwen3", {"ranks": 2, "pp": 2, "vpp": 2, "pp_style": "v"}),
-    Piece("hf_qwen3", TP, recompute=True),
-    Piece("tied", CHUNKS, halves=True),
+    Piece("hf_qwen3", TP, transforms=AGAIN),
     Piece("tied", {"ranks": 3, "pp": 3, "split": [1, 2, 1]}),
     Piece("tied", {"ranks": 2, "pp": 2, "vpp": 2, "pp_style": "v"}),
     Piece("tied", FSDP),
     Piece("tied", {"ranks": 4, "pp": 2, "dp_replicate": 2}),
-    Piece("siglip2", FSDP, mode="each", recompute=True),
+    Piece("siglip2", FSDP, mode="each", transforms=AGAIN),
     Piece("whisper", FSDP),
-    Piece("siglip2", CHUNKS, halves=True),
-    Piece("whisper", CHUNKS, recompute=True),
     Piece("whisper", PIPE, halves=True, microbatches=4),
 ]
 """What goes wrong with fewer parts goes wrong in one of these too, or in tests/distributed/test_pipeline_options.py."""
@@ -66,7 +59,7 @@ PIECES = [
 
 def label(piece: Piece) -> str:
     layout = " ".join(f"{k}{v}" for k, v in piece.layout.items() if k not in ("ranks", "split"))
-    flags = [n for n in ("halves", "recompute", "frozen") if getattr(piece, n)]
+    flags = [*piece.transforms, *(n for n in ("halves", "frozen") if getattr(piece, n))]
     return " ".join([piece.kind, layout, piece.mode, *flags, *([f"ahead{piece.ahead}"] if piece.ahead > 1 else [])])
 
 
@@ -86,6 +79,9 @@ def ran(pool: Pool) -> Callable[[Piece], list[dict[str, Any]]]:
     return of
 
 
+@pytest.mark.full_cases(
+    "tied pp3 once", "titan pp2 dp_shard2 each ahead3", "titan pp2 dp_shard2 each", "titan pp2 once"
+)
 @pytest.mark.distributed
 @pytest.mark.parametrize("piece", PIECES, ids=label)
 def test_gradients_equal_one_process(ran: Callable[[Piece], list[dict[str, Any]]], piece: Piece) -> None:
@@ -114,6 +110,7 @@ def test_gradients_equal_one_process(ran: Callable[[Piece], list[dict[str, Any]]
         assert shared == ({"model.model.embed_tokens.weight"} if piece.kind == "tied" else set())
 
 
+@pytest.mark.full_cases("titan-reduce")
 @pytest.mark.distributed
 @pytest.mark.parametrize(("kind", "damage"), [("titan", "reduce"), ("tied", "tied")])
 def test_a_missing_reduction_is_noticed(pool: Pool, kind: str, damage: str) -> None:
@@ -126,6 +123,7 @@ def test_a_missing_reduction_is_noticed(pool: Pool, kind: str, damage: str) -> N
         assert len(wrong) > 10
 
 
+@pytest.mark.full_cases("each")
 @pytest.mark.distributed
 @pytest.mark.parametrize("mode", ["once", "each"])
 def test_evaluation_leaves_shards_behind(pool: Pool, mode: str) -> None:
