@@ -1,9 +1,9 @@
-"""One stage's backward, whole or in two halves.
+"""Backward of one stage, whole or in two halves.
 
-The halves are those of torch.distributed.pipelining (``_backward.py``), whose search for the parts of the autograd
-graph that belong to parameters is used as it is. Its drivers are not: that of I detaches outputs in place, which views
-(the last operation of most modules here) do not allow, and that of W counts a weight twice that is used twice in a row,
-before torch 2.13.
+The halves are those of torch.distributed.pipelining (``_backward.py``). Its search for the parts of the autograd graph
+that belong to parameters is used as it is. Its drivers are not: the driver of I detaches outputs in place, which views
+(the last operation of most modules here) do not allow, and before torch 2.13 the driver of W counts a weight twice that
+is used twice in a row.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from torch.distributed.tensor import DTensor
 from hetero_strategy.parallelize.gradients import local
 
 Roots = list[tuple[GradientEdge, torch.Tensor]]
-"""Where outputs are in the graph, and their gradients; used up, so that the graph goes with its backward."""
+"""Outputs as edges of the graph, with their gradients. A backward empties the list, so that the graph is freed with it.
+"""
 
 
 def whole(roots: Roots) -> None:
-    """Gradients of everything below the roots, into ``.grad``."""
+    """Compute gradients of everything below the roots into ``.grad``."""
     outputs, gradients = [r for r, _ in roots], [g for _, g in roots]
     roots.clear()
     if outputs:
@@ -39,27 +40,30 @@ def whole(roots: Roots) -> None:
 
 
 WeightsLater = Callable[[], None]
-"""W: gradients of the weights, into ``.grad``."""
+"""W: compute gradients of the weights into ``.grad``."""
 Taken = WeakValueDictionary[int, torch.UntypedStorage]
-"""Memory that some leaf's gradient has, by address."""
+"""Storages that hold the gradient of some leaf, by address."""
 
 
 def inputs_first(
     roots: Roots, inputs: Sequence[torch.Tensor], weights: list[nn.Parameter], recomputed: Iterable[nn.Module] = ()
 ) -> WeightsLater:
-    """I: gradients of ``inputs`` (leaves) into ``.grad``; keeps what W needs.
+    """Compute gradients of ``inputs`` (leaves) into ``.grad``: the half I. Keep what W needs.
 
     A weight that is used in several places, such as a tied embedding in a stage that holds both ends, gets its gradient
-    here: between its places lies what W would have to run through a second time.
+    here, because W would have to run the layers between these places a second time.
 
     Args:
-        roots: see :data:`Roots`.
+        roots: outputs and their gradients, see :data:`Roots`.
         inputs: leaves that require a gradient.
         weights: trainable parameters of the stage.
-        recomputed: parts whose forward runs again in a backward; their weights get their gradients here, or it would
-            run once more for each of them.
+        recomputed: parts whose forward runs again in a backward; their weights get their gradients here, since W would
+            run the forward again for each weight.
+
+    Returns:
+        The half W.
     """
-    if not inputs:  # nothing came in that trains, such as the rows of pictures in a microbatch of text
+    if not inputs:  # no input needs a gradient, such as the image rows of a text microbatch
         return partial(whole, roots)
     outputs, gradients = [r for r, _ in roots], [g for _, g in roots]
     starts = [edge.node for edge in outputs]
@@ -81,26 +85,26 @@ def inputs_first(
         handles.append(node.register_prehook(partial(_keep, group, _may_overwrite(node))))
     leaves = [*inputs, *now]
     try:
-        found = torch.autograd.grad(outputs, leaves, gradients, retain_graph=True, allow_unused=True)
+        leaf_gradients = torch.autograd.grad(outputs, leaves, gradients, retain_graph=True, allow_unused=True)
     finally:
         for handle in handles:
             handle.remove()
     taken = Taken()
-    for leaf, gradient in zip(leaves, found, strict=True):
+    for leaf, gradient in zip(leaves, leaf_gradients, strict=True):
         _add(leaf, gradient, taken)
     return partial(_weights, accumulates, groups, taken)
 
 
 def _weights(accumulates: dict[Any, nn.Parameter], groups: list[dict[str, Any]], taken: Taken) -> None:
-    """Go on from the node at which a group's weights join the way of the inputs, with the gradients kept there."""
+    """Continue from the node at which a group's weights join the path of the inputs, with the gradients kept there."""
     for group in groups:
         kept = [(GradientEdge(group["intermediate"], i), g) for i, g in enumerate(group["grads"]) if g is not None]
         if kept:
             ends = [GradientEdge(node, 0) for node in group["params"]]
-            found = torch.autograd.grad([edge for edge, _ in kept], ends, [g for _, g in kept])
-            for node, gradient in zip(group["params"], found, strict=True):
+            weight_gradients = torch.autograd.grad([edge for edge, _ in kept], ends, [g for _, g in kept])
+            for node, gradient in zip(group["params"], weight_gradients, strict=True):
                 _add(accumulates[node], gradient, taken)
-        group.clear()  # nodes and gradients hold each other
+        group.clear()  # nodes and gradients reference each other
 
 
 def _keep(group: dict[str, Any], overwritten: bool, gradients: Any) -> None:
@@ -108,8 +112,10 @@ def _keep(group: dict[str, Any], overwritten: bool, gradients: Any) -> None:
 
 
 def _may_overwrite(node: Any) -> bool:
-    """Whether a backward is one that somebody wrote, such as a fused norm that writes its gradient over the one that
-    came. Those of torch, with what it compiled, do not; nor do ours, to which gradients come that are still to arrive.
+    """Return whether a backward is custom code that may write over its incoming gradient, as some fused norms do.
+
+    The backwards of torch, including compiled ones, do not; nor do those of this package, which receive gradients that
+    are still to arrive.
     """
     if not isinstance(node, BackwardCFunction):
         return False
@@ -118,9 +124,7 @@ def _may_overwrite(node: Any) -> bool:
 
 
 def _add(leaf: torch.Tensor, gradient: torch.Tensor | None, taken: Taken) -> None:
-    """Accumulate a gradient as autograd does. Two leaves that are added up have one gradient between them: each gets
-    memory of its own.
-    """
+    """Accumulate a gradient as autograd does. Two leaves that are summed share a gradient: give each its own."""
     if gradient is None:
         return
     if leaf.grad is not None:
@@ -135,7 +139,7 @@ def _add(leaf: torch.Tensor, gradient: torch.Tensor | None, taken: Taken) -> Non
 
 
 def _with_own_memory(gradient: torch.Tensor) -> torch.Tensor:
-    """A copy, of partial sums too, which ``clone`` would add up over ranks."""
+    """Copy a gradient; partial sums stay partial, while ``clone`` would add them up over ranks."""
     part = local(gradient).clone()
     if not isinstance(gradient, DTensor):
         return part

@@ -1,4 +1,4 @@
-"""Who holds the memory of a rank that has none left."""
+"""Report of the memory's owners when a rank runs out of it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from hetero_strategy.runtime.executor import Executor
 
 LARGEST = 12
-"""Owners that are listed."""
+"""Most owners that are listed."""
 
 
 def out_of_memory(executor: Executor, optimizers: Sequence[Optimizer]) -> str:
-    """Say what a rank ran out of memory at, which microbatches its stages hold, and what holds most.
+    """Report at which action a rank ran out of memory, which microbatches its stages hold, and the largest owners.
 
-    Counted are tensors that this rank can name (:func:`owners`). The rest is what layers keep for backward, which grows
-    with the microbatches held, what was gathered or is on its way, and the person's own.
+    Only tensors that this rank can name (:func:`owners`) are counted. The rest is what layers keep for backward, which
+    grows with the microbatches held, gathered weights, messages in transit, and the user's own tensors.
     """
     device, step = executor.device, executor.running
     where = f"rank {executor.rank} ran out of memory"
@@ -36,13 +36,13 @@ def out_of_memory(executor: Executor, optimizers: Sequence[Optimizer]) -> str:
         where += f", with {size(allocated)} allocated and {size(reserved)} reserved on {device}"
     lines = [where]
     for node in executor.stages:
-        held = [] if step is None else [m for other, m in step.live if other == node]
-        if held:
-            lines.append(f"module '{node.module}', stage {node.stage} holds activations of microbatches {held}")
-    found = owners(executor, optimizers)
-    lines += [f"{size(count):>10}  {what}" for what, count in found.most_common(LARGEST)]
+        microbatches = [] if step is None else [m for other, m in step.live if other == node]
+        if microbatches:
+            lines.append(f"module '{node.module}', stage {node.stage} holds activations of microbatches {microbatches}")
+    totals = owners(executor, optimizers)
+    lines += [f"{size(count):>10}  {what}" for what, count in totals.most_common(LARGEST)]
     lines.append(
-        f"{size(found.total()):>10}  in all of these; what layers keep for backward and what is gathered or on its way"
+        f"{size(totals.total()):>10}  in all of these; what layers keep for backward and what is gathered or on its way"
         " are not counted"
     )
     lines.append("less: recompute, offload, max_in_flight, smaller budgets, more microbatches, dp_shard, tp, cp or pp")
@@ -50,28 +50,31 @@ def out_of_memory(executor: Executor, optimizers: Sequence[Optimizer]) -> str:
 
 
 def owners(executor: Executor, optimizers: Sequence[Optimizer]) -> Counter[str]:
-    """Count the bytes on this rank of every stage's parameters, gradients (``.grad``, and those made by a step that
-    failed) and optimizer states as they are stored here, of the rows that came into a stage for each microbatch whose
-    backward is to come, and of those made a step ahead; memory that several share is the first one's.
+    """Count the bytes of each owner on this rank.
+
+    Owners are every stage's parameters, gradients (``.grad``, and those of a failed step) and optimizer states as
+    stored here, and the rows that came into a stage for each microbatch whose backward is to come. Memory that several
+    owners share counts for the first.
     """
-    found, seen = Counter[str](), set[int]()
+    bytes_by_owner, seen = Counter[str](), set[int]()
     failed = {} if executor.running is None else executor.running.gradients
-    for node, parameters in executor.parameters.items():
+    for node, local_stage in executor.local.items():
+        parameters = local_stage.parameters
         stage = f"module '{node.module}', stage {node.stage}"
-        found[f"parameters of {stage}"] = _bytes(parameters, seen)
-        found[f"gradients of {stage}"] = _bytes((x for p in parameters for x in (p.grad, failed.get(id(p)))), seen)
+        bytes_by_owner[f"parameters of {stage}"] = _bytes(parameters, seen)
+        bytes_by_owner[f"gradients of {stage}"] = _bytes(
+            (x for p in parameters for x in (p.grad, failed.get(id(p)))), seen
+        )
         states = (optimizer.state.get(p, {}).values() for optimizer in optimizers for p in parameters)
-        found[f"optimizer states of {stage}"] = _bytes(chain.from_iterable(states), seen)
+        bytes_by_owner[f"optimizer states of {stage}"] = _bytes(chain.from_iterable(states), seen)
     for (node, microbatch), live in ({} if executor.running is None else executor.running.live).items():
         stage = f"module '{node.module}', stage {node.stage}"
-        found[f"rows into {stage}, microbatch {microbatch}"] = _bytes(live.leaves, seen)
-    for module, rows in executor.held.all_rows():
-        found[f"rows of module '{module}', made a step ahead"] += _bytes([rows], seen)
-    return +found
+        bytes_by_owner[f"rows into {stage}, microbatch {microbatch}"] = _bytes(live.leaves, seen)
+    return +bytes_by_owner
 
 
 def _bytes(values: Iterable[Any], seen: set[int]) -> int:
-    """Of this rank's parts of tensors, but for memory that was seen before."""
+    """Count the bytes of this rank's parts of tensors, except memory that was seen before."""
     count = 0
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -82,7 +85,7 @@ def _bytes(values: Iterable[Any], seen: set[int]) -> int:
 
 
 def size(count: float) -> str:
-    """Bytes for people, as in ``1.50 GiB``."""
+    """Format bytes for people, as in ``1.50 GiB``."""
     unit = next((u for u in ("GiB", "MiB") if count >= UNITS[u]), "KiB")
     return f"{count / UNITS[unit]:.2f} {unit}"
 

@@ -1,15 +1,17 @@
-"""What ``model(batch)`` does under the strategy: run the step, hand Lightning losses whose backward merges gradients.
+"""Run a step when ``model(batch)`` is called, and hand Lightning losses whose backward merges the gradients.
 
-The schedule runs forward and backward at once, inside ``training_step``. Lightning calls ``zero_grad`` after that and
-``loss.backward()`` then; so the step's gradients are kept aside, and the losses lead to a function whose backward adds
-``g * kept`` to ``p.grad``. ``g`` holds whatever the person, gradient accumulation or a loss scaler did to the loss.
+The schedule runs forward and backward together, inside ``training_step``. Lightning calls ``zero_grad`` after that, and
+then ``loss.backward()``. So the step's gradients are kept aside, and the losses lead to a function whose backward adds
+``g * kept`` to ``p.grad``. ``g`` holds every factor that the user, gradient accumulation or a loss scaler applied to
+the loss.
 
 Several losses may come back with factors of their own (``out.losses["llm"] + 0.1 * out.losses["draw"]``). The schedule
-runs with those of the step before; only where they were other ones this time, it runs once more with the right ones.
+runs with the factors of the step before; if they differ this time, it runs once more with the right ones.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,20 +29,22 @@ from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.gradients import accumulate, scale
 from hetero_strategy.runtime.agreement import different, plans_differ
 from hetero_strategy.runtime.executor import Executor
-from hetero_strategy.runtime.garbage import GarbageCollection
 from hetero_strategy.runtime.warm_up import check_packing, warm_up
+
+EVERY = 50
+"""Training steps between two collections of garbage; most memory is freed without them."""
 
 
 class StepRunner:
-    """Runs batches for a :class:`MultimodalModel`; attach it with ``model.attach``.
+    """A runner of batches for a :class:`MultimodalModel`; attach it with ``model.attach``.
 
     Args:
-        executor: of this rank.
-        parameters: that this rank owns.
-        seed_scale: gives the loss scale (fp16) as a scalar tensor, or None.
-        training: tells whether the model is in training mode.
-        about_to_zero: tells whether the gradients of before are zeroed anyway once the step has run.
-        precision: context in which the model computes; a step that runs once more is run in it.
+        executor: executor of this rank.
+        parameters: parameters that this rank owns.
+        seed_scale: returns the loss scale (fp16) as a scalar tensor, or None.
+        training: returns whether the model is in training mode.
+        about_to_zero: returns whether the existing gradients are zeroed anyway once the step has run.
+        precision: returns the context in which the model computes, also when a step runs once more.
     """
 
     def __init__(
@@ -61,23 +65,16 @@ class StepRunner:
         self._about_to_zero = about_to_zero
         self._precision = precision
         self._upstream = _upstream(executor)
-        self._module_of = {id(p): n.module for n, own in executor.parameters.items() for p in own}
+        self._module_of = {id(p): n.module for n, own in executor.local.items() for p in own.parameters}
         self._watched, self._warm = True, set[bool]()
         self.after_first: Callable[[], None] = lambda: None
-        """Called once, when all ranks have run the first step of training."""
+        """Callback, called once when all ranks have run the first step of training."""
         self.garbage = GarbageCollection()
         self._expected: dict[int, Factors] = {}
-        """By call of the model with one batch: factors that the losses came back with the last time."""
+        """Factors of the losses the last time, by number of the model's call with one batch."""
 
     def __call__(self, batch: Batch, *, call: int = 0, keep_logits: bool = False) -> ModelOutput:
-        """One global batch; a collective over the world.
-
-        Raises:
-            DataError: ranks have different step plans.
-            ModelError: a module's buffers change in the first step of training.
-            ConfigError: logits are asked for: they exist only on the ranks that computed them; or the batch is none
-                of :class:`MultimodalDataModule`.
-        """
+        """Run one global batch; a collective over the world."""
         if not isinstance(batch, Batch):
             raise ConfigError(
                 f"model(batch) got a {type(batch).__name__}: under HeteroStrategy a batch has a step plan, which says"
@@ -94,7 +91,7 @@ class StepRunner:
             outcome, (loss, *shares) = self._run(batch, call)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # of an exchange: sizes that do not fit are the first sign of different plans
+        except RuntimeError as error:  # from an exchange: sizes that do not fit are the first sign of different plans
             if dist.get_world_size() > 1 and plans_differ(plan):
                 raise different(plan) from error
             raise
@@ -109,7 +106,7 @@ class StepRunner:
         return outcome, _total_and_shares(self._shares(outcome))
 
     def _warm_up(self, batch: Batch, *, train: bool) -> None:
-        """Before the first step of its kind."""
+        """Check packing and warm up before the first step of its kind."""
         check_packing(self.executor, batch)
         if self.executor.warms_up and train not in self._warm:
             self._warm.add(train)
@@ -127,10 +124,10 @@ class StepRunner:
         self.garbage.step()
         buffers = self._buffers() if self._watched else {}
         self._warm_up(batch, train=True)
-        # The scale may change before backward is called; what was used is kept.
+        # The scale may change before backward is called, so keep the one that was used.
         scaled = self._seed_scale()
         gradients = _StepGradients(self, batch, call, None if scaled is None else scaled.clone())
-        # Half the memory for gradients while the schedule runs, where nobody wants the old ones.
+        # Halves the memory for gradients during the schedule if nobody needs the old ones.
         outcome = gradients.run(self._expected.get(call, {}), drop=self._about_to_zero())
         if self._watched and (changed := [n for n, state in self._buffers().items() if state != buffers[n]]):
             raise ModelError(
@@ -146,7 +143,7 @@ class StepRunner:
         return outcome, _Losses.apply(torch.zeros_like(shares, requires_grad=True), shares, gradients)
 
     def _buffers(self) -> dict[str, tuple[int, int]]:
-        """By name: which tensor it is, and how often it was written to."""
+        """Return the identity of each buffer, and how often it was written to, by name."""
         return {
             f"{node.module}.{fqn}": (id(buffer), buffer._version)
             for node, stage in self.executor.stages.items()
@@ -154,17 +151,17 @@ class StepRunner:
         }
 
     def _shares(self, outcome: StepSums) -> torch.Tensor:
-        """Of the modules in the loss, ``[modules with a loss]``."""
+        """Return each module's share of the loss, ``[modules with a loss]``."""
         shares = torch.stack([self.executor.weights[n] * x for n, x in outcome.losses.items()])
         return shares if self.executor.exact else shares.float()
 
 
 Factors = Mapping[str, float | None]
-"""Module with a loss -> what its loss is multiplied by; 1 where it is not named, None where it is not used."""
+"""Module with a loss -> factor of its loss; 1 if it is not named, None if its loss is not used."""
 
 
 class _StepGradients:
-    """Gradients of one step, kept aside until a backward asks for them."""
+    """The gradients of one step, kept aside until a backward asks for them."""
 
     def __init__(self, runner: StepRunner, batch: Batch, call: int, scaled: torch.Tensor | None) -> None:
         self._runner, self._batch, self._call, self._scaled = runner, batch, call, scaled
@@ -175,11 +172,11 @@ class _StepGradients:
         self._versions = [p._version for p in self._parameters]
 
     def run(self, factors: Factors, *, drop: bool = False) -> StepSums:
-        """Run the schedule and keep what it makes of the parameters' gradients.
+        """Run the schedule and keep the gradients of the parameters.
 
         Args:
-            factors: of the losses.
-            drop: nobody needs the gradients that are there.
+            factors: factors of the losses.
+            drop: whether nobody needs the existing gradients.
         """
         before = [None if drop else p.grad for p in self._parameters]
         for p in self._parameters:
@@ -199,7 +196,7 @@ class _StepGradients:
             if (step := self._runner.executor.running) is not None:
                 step.gradients = {id(p): p.grad for p in self._parameters}
             raise
-        finally:  # also for who goes on after an error
+        finally:  # also for a user who continues after an error
             for p, gradient in zip(self._parameters, before, strict=True):
                 p.grad = gradient
         return outcome
@@ -208,28 +205,28 @@ class _StepGradients:
         """Add to ``p.grad`` what one process would.
 
         Args:
-            total: gradient with respect to the whole loss, None where it was not used.
-            shares: the same of each module's share.
+            total: gradient with respect to the whole loss; None if the whole loss was not used.
+            shares: gradient with respect to each module's share; None if the share was not used.
         """
         used = [n for n, g in zip(self._names, shares, strict=True) if total is not None or g is not None]
         if total is not None and not self._factors and all(g is None for g in shares):
             factor = total  # the usual case: nothing is read from the device
         else:
             factor = self._matched(total, shares)
-        if self._made is None:  # a second backward, for which torch was told to retain the graph
+        if self._made is None:  # a second backward, with retain_graph=True
             self._again(self._factors)
         assert self._made is not None
-        made, self._made = self._made, None
+        kept, self._made = self._made, None
         # The loss of a module that had no unit in this step is a constant.
         worked = [n for n in used if not all(a.idle for a in self._batch.plan.assignments[n])]
         reached = set[str]().union(*(self._runner._upstream[n] for n in worked))
-        # As torch adds no gradient to a leaf that has been frozen since the forward, such as by toggle_optimizer().
+        # Like torch, add no gradient to a leaf that was frozen after the forward, such as by toggle_optimizer().
         new = [
             (p, gradient)
-            for p, gradient in zip(self._parameters, made, strict=True)
+            for p, gradient in zip(self._parameters, kept, strict=True)
             if gradient is not None and p.requires_grad and self._runner._module_of[id(p)] in reached
         ]
-        made.clear()
+        kept.clear()
         if not new:
             return
         scale([gradient for _, gradient in new], factor if self._scaled is None else factor / self._scaled)
@@ -240,9 +237,11 @@ class _StepGradients:
                 p.grad = gradient
 
     def _matched(self, total: torch.Tensor | None, shares: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """What to multiply the gradients by, once they are those of the right factors. Reads from the device."""
-        given = next(g for g in (total, *shares) if g is not None)
-        zero = torch.zeros_like(given)
+        """Return the factor of the gradients, after running again if the step used other factors. Reads from the
+        device.
+        """
+        present = next(g for g in (total, *shares) if g is not None)
+        zero = torch.zeros_like(present)
         wanted = torch.stack([(zero if total is None else total) + (zero if g is None else g) for g in shares])
         values = [float(x) for x in wanted.tolist()]
         largest = max(range(len(values)), key=lambda i: abs(values[i]))
@@ -279,13 +278,13 @@ def _differ(one: float | None, other: float | None) -> bool:
 
 
 class _Losses(torch.autograd.Function):
-    """The step's loss, and every module's share of it."""
+    """A function of the step's loss and every module's share of it."""
 
     @staticmethod
     def forward(ctx, start: torch.Tensor, shares: torch.Tensor, gradients: _StepGradients):  # type: ignore[no-untyped-def]
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(start)  # torch refuses a second backward, unless told to retain the graph
+        ctx.save_for_backward(start)  # torch refuses a second backward without retain_graph=True
         return _total_and_shares(shares)
 
     @staticmethod
@@ -301,7 +300,7 @@ def _total_and_shares(shares: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _refuse_hooks(modules: Mapping[str, nn.Module]) -> None:
-    """Refuse what would see, or change, gradients of one microbatch or one rank, or nothing."""
+    """Refuse gradient hooks: they would see gradients of one microbatch or one rank, or none."""
     for module, name, parameter in ((m, *named) for m, own in modules.items() for named in own.named_parameters()):
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ConfigError(
@@ -311,10 +310,38 @@ def _refuse_hooks(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _upstream(executor: Executor) -> dict[str, set[str]]:
-    """Module -> itself and the modules whose rows reach it."""
+    """Return module -> itself and the modules whose rows reach it."""
     edges = {(s.module, t.module) for s, t in executor.compiler.graph.edges}
-    found = {node.module: {node.module} for node in executor.compiler.graph.stages}
-    for _ in found:
+    upstream = {node.module: {node.module} for node in executor.compiler.graph.stages}
+    for _ in upstream:
         for source, target in edges:
-            found[target] |= found[source]
-    return found
+            upstream[target] |= upstream[source]
+    return upstream
+
+
+class GarbageCollection:
+    """A switch that keeps Python from collecting by itself from the first :meth:`step` until :meth:`stop`.
+
+    Left to itself, Python collects garbage on single ranks at different moments, and all other ranks wait each time
+    (torchtitan does this too, ``tools/utils.py``).
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._stopped = False
+
+    def step(self) -> None:
+        """Collect if it is due, without long-lived objects; called before a training step."""
+        if not self._steps and gc.isenabled():
+            self._stopped = True
+            gc.disable()
+            gc.collect()
+        elif self._steps % EVERY == 0:
+            gc.collect(1)
+        self._steps += 1
+
+    def stop(self) -> None:
+        """Let Python collect by itself again."""
+        if self._stopped:
+            gc.enable()
+        self._steps, self._stopped = 0, False

@@ -1,15 +1,14 @@
-"""Before the first step of training, and the first one of evaluation, every stage runs by itself.
+"""Run every stage alone before the first step of training and the first step of evaluation.
 
-First, once, what two packed units give is compared with what each gives alone. Then a stage runs its largest
-microbatch: kernels are loaded, blocks compiled and memory is found while no message between stages is under way. What a
-device does the first time may wait for all that runs on it, and blocks of a pipeline compile at once in place of stage
-by stage.
+First, once, the outputs of two packed units are compared with the output of each unit alone. Then a stage runs its
+largest microbatch: kernels are loaded, blocks compiled and memory allocated while no message between stages is under
+way. First-time work of a device may wait for everything that runs on it; and the blocks of a pipeline compile at once
+instead of stage by stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -31,40 +30,25 @@ ORDER = ("UNSHARD", "F", "B", "I", "W", "REDUCE")
 
 
 def warm_up(executor: Executor, batch: Batch, *, train: bool) -> None:
-    """Run the largest microbatch of each of this rank's stages by itself, forward and when training backward; nothing
-    of it stays.
+    """Run the largest microbatch of each of this rank's stages alone, forward and in training backward; keep nothing of
+    it.
 
-    A collective over the ranks of each module. Not of an encoder whose rows are kept on disk. Gradients are zero but
-    for those of losses, and hooks of a person's own see one call more.
+    A collective over the ranks of each module. Only losses have gradients other than zero, and the user's hooks see one
+    more call.
     """
     batch = executor.ready(batch, train=train)
     assert batch.program is not None
     plan, modules = batch.plan, list(executor.modules)
-    stages = [
-        node
-        for node, stage in executor.stages.items()
-        if node.module in modules  # not once more what runs a step ahead
-        and getattr(stage, "keeper", None) is None
-        and not plan.holds(node.module, node.stage)
-    ]
-    stages.sort(key=lambda node: (modules.index(node.module), node.stage))
-    alone = largest_alone(batch.program, plan, stages, lambda node: executor.coordinates[node.module].instance)
+    stages = sorted(executor.stages, key=lambda node: (modules.index(node.module), node.stage))
+    alone = largest_alone(batch.program, plan, stages, lambda node: executor.local[node].seat.instance)
     step = executor.begin(batch, replace(batch.program, actions=tuple(alone)), Alone)
-    before = {p: p.grad for own in executor.parameters.values() for p in own}
+    before = {p: p.grad for own in executor.local.values() for p in own.parameters}
     for p in before:
         p.grad = None
     try:
-        with (
-            masters_kept(executor.stages.values()),
-            random_state_kept(executor.device),
-            executor.recorder.step(plan, train=train),
-            torch.autograd.set_detect_anomaly(False),  # rows are none that modules are made for
-        ):
-            with executor.side or nullcontext():
-                for action in alone:
-                    step.run(action)
-            for finish in step.sums_under_way:
-                finish()
+        # Zeros are no rows that modules are made for.
+        with executor.step_scope(plan, train=train), torch.autograd.set_detect_anomaly(False):
+            executor.run_actions(step, named=False)
         executor.release(train=train)
     finally:
         for p, gradient in before.items():
@@ -73,7 +57,7 @@ def warm_up(executor: Executor, batch: Batch, *, train: bool) -> None:
 
 
 class Alone(Transport):
-    """No row travels: what would arrive is zeros, and what is given goes nowhere."""
+    """A transport that moves no rows: it returns zeros for each arrival and drops all outgoing rows."""
 
     @override
     def start(self, batches: Collection[Sequence[int]]) -> None: ...
@@ -90,16 +74,12 @@ class Alone(Transport):
 
 
 def check_packing(executor: Executor, batch: Batch) -> None:
-    """Compare packed units with each alone in this rank's stages of every module that has not been compared and has
-    two units in a microbatch of the step. A collective over the ranks of each module.
+    """Compare packed units with each unit alone in this rank's stages; a collective over the ranks of each module.
 
-    Not in an encoder whose rows are kept on disk, nor where another step has computed a module's first stage.
-
-    Raises:
-        ModelError: see :func:`~hetero_strategy.model.packed_alone.check_packed_alone`.
+    A module is compared once, in the first step with two units in one of its microbatches.
     """
     plan, edges = batch.plan, executor.compiler.graph.edges
-    numbers = {name: None if plan.holds(name, 0) else due(one, plan) for name, one in executor.modules.items()}
+    numbers = {name: due(one, plan) for name, one in executor.modules.items()}
     with masters_kept(executor.stages.values()), random_state_kept(executor.device):
         for name, number in numbers.items():
             if number is None:
@@ -108,8 +88,6 @@ def check_packing(executor: Executor, batch: Batch) -> None:
             for node in sorted(node for node in executor.stages if node.module == name):
                 local, inputs = executor.local[node], batch.inputs[name][number]
                 stage, module = local.adapter, executor.modules[name]
-                if getattr(stage, "keeper", None) is not None:
-                    continue
                 assert inputs is not None
                 where = f"module '{name}'" + ("" if stage.first_stage and stage.last_stage else f", stage {node.stage}")
                 pair = Pair.of(module, plan, number, sources, local.seat.instance)
@@ -123,17 +101,17 @@ def check_packing(executor: Executor, batch: Batch) -> None:
 def largest_alone(
     program: StepProgram, plan: StepPlan, stages: Iterable[StageId], instance_of: Callable[[StageId], int]
 ) -> list[RankAction]:
-    """The actions of each stage's largest microbatch, stage by stage in the order given.
+    """Return the actions of each stage's largest microbatch, stage by stage in the order of ``stages``.
 
-    Instances that act together run the same one, as modules that feed them, and with these what a backward gathers,
-    differ by microbatch. Those that act on their own, whose weights are gathered once, each run their largest; one
-    without any takes part in gathers and reductions.
+    Instances that act together run the same microbatch: the modules that feed them, and so the weights that a backward
+    gathers, differ by microbatch. Instances that act on their own, whose weights are gathered once, each run their
+    largest; one without any microbatch takes part in gathers and reductions.
 
     Args:
-        program: of a step on this rank.
-        plan: of the same step.
-        stages: of this rank, in an order that all ranks keep.
-        instance_of: the instance of a stage's module that this rank is in.
+        program: program of a step on this rank.
+        plan: plan of the same step.
+        stages: stages of this rank, in an order that all ranks keep.
+        instance_of: returns the instance of a stage's module that this rank is in.
     """
     of_stage: dict[StageId, list[RankAction]] = {stage: [] for stage in stages}
     for action in program.actions:
@@ -151,6 +129,6 @@ def largest_alone(
 
 
 def _rows(plan: StepPlan, module: str, instance: int | None, microbatch: int) -> int:
-    """Rows inside a module in a microbatch, of one instance or of the one that has most."""
+    """Count the rows inside a module in a microbatch, of one instance or of the largest instance."""
     totals = plan.assignments[module][microbatch].totals(inner=True)
     return int(totals.max() if instance is None else totals[instance])

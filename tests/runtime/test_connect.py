@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from benchmarks.pipelines import Setting, planned
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.registry import MESSAGE_CTAS, disjoint
 from hetero_strategy.layout.row_sharding import RowSharding
@@ -17,6 +18,7 @@ from hetero_strategy.runtime.connect import (
     BETWEEN_NODES,
     RECEIVING,
     SENDING,
+    Meetings,
     channel_sets,
     meetings_of,
     message_buffers,
@@ -24,6 +26,7 @@ from hetero_strategy.runtime.connect import (
 )
 from hetero_strategy.schedule.action import Stage, StageGraph, StageId
 from hetero_strategy.schedule.compile import compile_step
+from hetero_strategy.testing import Setting, planned
 
 LLM, EIGHT = ModuleLayout(range(8), pp=4, tp=2), {"llm": (128, 8), "vision": (128, 2), "samples": 24}
 SETTINGS = {
@@ -140,10 +143,34 @@ def test_stages_of_one_module_keep_their_instance() -> None:
         assert meetings_of(graph, 0)[True][0].peers(5) == {1} if parts == 2 else {0, 1}
 
 
+@pytest.mark.full
 def test_whether_ranks_meet() -> None:
     for name in SETTINGS:
         graph = setting_of(name).blueprint.graph
         for number in range(len(graph.edges)):
-            for meetings in itertools.chain(*meetings_of(graph, number).values()):
-                assert bool(meetings) == (meetings.count > 0)
+            for meetings in chain(*meetings_of(graph, number).values()):
+                assert bool(meetings) == bool(plain(meetings))
                 assert np.unique(meetings.sources[0]).size == meetings.sources.shape[1]
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> np.ndarray:
+    instances, size = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    ranks = draw(st.permutations(range(9)))[: instances * size]
+    return np.array(ranks).reshape(instances, size)
+
+
+def plain(meetings: Meetings) -> set[tuple[int, int]]:
+    rows = zip(meetings.sources.tolist(), meetings.targets.tolist(), strict=True)
+    return {(a, b) for source, target in rows for a, b in product(source, target) if a != b}
+
+
+@given(source=grids(), target=grids())
+def test_pairs_and_peers(source: np.ndarray, target: np.ndarray) -> None:
+    between = Meetings(source.reshape(1, -1), target.reshape(1, -1))
+    assert plain(between) == {(a, b) for a in source.flat for b in target.flat if a != b}
+    for meetings in (between, Meetings(target, target)):
+        expected = plain(meetings)
+        for rank in range(10):
+            assert meetings.peers(rank) == {b for a, b in expected if a == rank}
+            assert meetings.back.peers(rank) == {a for a, b in expected if b == rank}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -12,18 +15,28 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.host_time import MICROBATCHES, one_rank
-from hetero_strategy.layout.placement import Coordinate
+from hetero_strategy.boundary import transport
+from hetero_strategy.boundary.transport import Wire, WireMessage
 from hetero_strategy.layout.row_sharding import RowSharding
+from hetero_strategy.layout.spec import Coordinate, ModuleLayout
 from hetero_strategy.model.random_numbers import RandomNumbers
 from hetero_strategy.parallelize import fsdp
-from hetero_strategy.runtime.executor import RunningStep
-from hetero_strategy.runtime.local_stage import LocalStage
+from hetero_strategy.runtime.actions import LocalStage
 from hetero_strategy.runtime.recorder import LEAD, Lead
-from hetero_strategy.runtime.step import _differ, _StepGradients, _upstream
+from hetero_strategy.runtime.step import EVERY, GarbageCollection, _differ, _StepGradients, _upstream
 from hetero_strategy.schedule.action import StageId
+from hetero_strategy.testing import Setting, one_rank
 
-RANK, CALL = 3, 2
+RANK, CALL, STAGES, MICROBATCHES = 3, 2, 8, 32
+
+
+def small(instances: int) -> Setting:
+    """Return a pipeline of small stages with both encoders on all of its ranks."""
+    ranks = tuple(range(STAGES * instances))
+    encoder = ModuleLayout(ranks, dp_replicate=len(ranks), dp_shard=1)
+    layouts = {"vision": encoder, "audio": encoder, "llm": ModuleLayout(ranks, pp=STAGES, dp_replicate=instances)}
+    sizes = {"vision": (32, 1), "audio": (32, 1), "llm": (32, STAGES), "cells": (1, 2), "clip": (2, 6), "text": (4, 9)}
+    return Setting("", layouts, samples=2 * MICROBATCHES * instances, microbatches=MICROBATCHES, **sizes)
 
 
 def seeds_of_a_step(rank: int, world: int) -> dict[str, tuple[list[int], list[int], set[tuple[int, ...]]]]:
@@ -45,7 +58,7 @@ def seeds_of_a_step(rank: int, world: int) -> dict[str, tuple[list[int], list[in
         again(numbers, seed)
 
     with (
-        one_rank(1, RANK) as (executor, batch),
+        one_rank(small(1), RANK) as (executor, batch),
         patch.object(RandomNumbers, "start", started),
         patch.object(RandomNumbers, "again", begun_again),
     ):
@@ -66,11 +79,32 @@ def test_random_numbers_are_those_of_the_place_and_a_backward_has_those_of_its_f
         assert places == {(0, CALL, 0 if module == "llm" else RANK, 0)}, module
 
 
+def seeds_of_steps(rank: int, world: int) -> list[int]:
+    """How often generators are seeded in each of three steps."""
+    seed, found = RandomNumbers.seed, []
+
+    def seeded(numbers: RandomNumbers, position: int) -> None:
+        found[-1] += numbers._microbatch is not None
+        seed(numbers, position)
+
+    with one_rank(small(1), RANK) as (executor, batch), patch.object(RandomNumbers, "seed", seeded):
+        for _ in range(3):
+            found.append(0)
+            executor.run(batch, train=True)
+    return found
+
+
+@pytest.mark.distributed
+def test_where_nothing_draws_nothing_is_seeded_after_the_first_step(pool) -> None:
+    ((first, *others),) = pool.run(1, seeds_of_steps, group=False)
+    assert first > 10 and others == [0, 0]
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_random_numbers_are_apart_where_an_instances_ranks_have_other_rows(parts: int) -> None:
     adapter: Any = SimpleNamespace(random_numbers=object(), parameters=list, recomputed_parts=list)
     node: Any = SimpleNamespace(row_sharding=RowSharding(parts), grid=np.arange(2)[None])
-    stage = LocalStage.of(StageId("llm", 0), adapter, node, Coordinate(0, 1, 0), 2, None)
+    stage = LocalStage(adapter, node, Coordinate(0, 1, 0, 0, 1))
     assert stage.rows_of == parts - 1
 
 
@@ -103,16 +137,16 @@ def test_factors_of_losses_that_are_no_numbers_are_others() -> None:
     assert not _differ(1.0, 1.0) and not _differ(None, None)
 
 
-def messages_of(rank: int, world: int) -> tuple[set[tuple[str, int, int]], set[tuple[str, int, int]]]:
+def messages_of(rank: int, world: int) -> tuple[set[tuple[bool, int, int]], set[tuple[bool, int, int]]]:
     """Which way, to or from whom and by which tag messages go while the model is put on its ranks, and in a step."""
-    seen: list[tuple[str, int, int]] = []
-    start = dist.batch_isend_irecv
+    seen: list[tuple[bool, int, int]] = []
+    start = transport.start_messages
 
-    def started(ops: list[Any]) -> list[dist.Work]:
-        seen.extend((op.op.__name__, op.peer, op.tag) for op in ops)
-        return start(ops)
+    def started(wire: Wire, messages: Sequence[WireMessage]) -> list[dist.Work]:
+        seen.extend((message.sends, message.peer, wire.tag) for message in messages)
+        return start(wire, messages)
 
-    with patch.object(dist, "batch_isend_irecv", started), one_rank(2, RANK) as (executor, batch):
+    with patch.object(transport, "start_messages", started), one_rank(small(2), RANK) as (executor, batch):
         met = set(seen)
         seen.clear()
         executor.run(batch, train=True)
@@ -141,20 +175,21 @@ def leads_of_two_steps(rank: int, world: int) -> list[int]:
     waited: list[Moment] = []
     ends: list[Moment] = []
     ahead: list[int] = []
-    with one_rank(2, RANK) as (executor, batch):
-        ran, run = executor.recorder.ran, RunningStep._run
+    with one_rank(small(2), RANK) as (executor, batch):
+        ran = executor.recorder.ran
 
         def marked(*given: Any) -> None:
             ran(*given)
             ends.append(executor.recorder._current.marks[-1][-1])  # type: ignore[union-attr,arg-type]
 
-        def counted(step: RunningStep, *given: Any) -> None:
-            ahead.append(len(ends) - len(waited))
-            run(step, *given)
+        class Counted(Lead):
+            def wait(self) -> None:
+                super().wait()
+                ahead.append(len(ends) - len(waited))
 
         executor.recorder.now = lambda: Moment(waited)  # type: ignore[assignment,return-value]
-        executor.recorder.lead = Lead()  # as on CUDA
-        with patch.object(executor.recorder, "ran", marked), patch.object(RunningStep, "_run", counted):
+        executor.recorder.lead = Counted()  # as on CUDA
+        with patch.object(executor.recorder, "ran", marked):
             for _ in range(2):
                 executor.run(batch, train=True)
     assert waited == ends[: len(waited)], "the oldest first, each once"
@@ -170,18 +205,6 @@ def test_the_host_is_some_actions_ahead_of_a_device_and_not_a_step(pool) -> None
     assert ahead == [min(number, LEAD - 1) for number in range(len(ahead))] and len(ahead) > 4 * LEAD
 
 
-def test_a_stream_is_waited_for_by_its_own_actions() -> None:
-    lead, waited = Lead(), list[Any]()
-    ends = {stream: [Moment(waited) for _ in range(LEAD)] for stream in (None, "side")}
-    for stream, moments in ends.items():
-        for moment in moments:
-            lead.wait(stream)
-            lead.ran(stream, moment)
-    assert not waited
-    lead.wait("side")
-    assert waited == ends["side"][:1]
-
-
 def test_a_loss_reaches_all_modules_before_its_own() -> None:
     """Also those whose rows come to it through others, in whatever order edges are."""
     vision, llm, draw, other = (StageId(name, 0) for name in ("vision", "llm", "draw", "other"))
@@ -190,3 +213,34 @@ def test_a_loss_reaches_all_modules_before_its_own() -> None:
     assert _upstream(executor) == {
         "vision": {"vision"}, "llm": {"vision", "llm"}, "draw": {"vision", "llm", "draw"}, "other": {"other"},
     }  # fmt: skip
+
+
+class Ring:
+    def __init__(self) -> None:
+        self.ring = self
+
+
+def test_rings_live_until_a_set_step() -> None:
+    assert gc.isenabled()
+    garbage = GarbageCollection()
+    garbage.step()
+    assert not gc.isenabled()
+    ring = weakref.ref(Ring())
+    for _ in range(1, EVERY):
+        garbage.step()
+    assert ring() is not None
+    garbage.step()
+    assert ring() is None
+    garbage.stop()
+    assert gc.isenabled()
+
+
+def test_who_has_switched_it_off_finds_it_so() -> None:
+    gc.disable()
+    try:
+        garbage = GarbageCollection()
+        garbage.step()
+        garbage.stop()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
