@@ -1,8 +1,11 @@
-"""``Simulation``: when every action of a schedule ran, and what every rank waited for. Plain data."""
+"""``Simulation``: times of every action of a schedule, and causes of every rank's waits. Pure.
+
+Functions here measure bubbles left after filling, and waits inside actions (Optimus, table 1 and 5.3.2).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -15,26 +18,24 @@ from hetero_strategy.schedule.action import Action, Schedule, StageId
 Cause = Literal["warm-up", "host", "dependency", "boundary", "straggler", "cool-down"]
 """Why a rank is idle.
 
-warm-up: it has not computed anything yet in this step, whatever it waits for (a rank without work: all of the step).
-host: its main thread is busy between actions. dependency: what it needs is not computed yet. boundary: what it needs is
-computed and its rows are on the way. straggler: its rows have arrived, but another rank that must take part is not
-ready. cool-down: it has run its last action.
+warm-up: it has not computed anything yet in this step, whatever it waits for (the whole step for a rank without work).
+host: its main thread is busy between actions. dependency: its inputs are not computed yet. boundary: its inputs are
+computed and on the way. straggler: its inputs have arrived, but another participating rank is not ready. cool-down: it
+has run its last action.
 """
 CAUSES: tuple[Cause, ...] = get_args(Cause)
-
-
 _ARRIVAL: tuple[Cause, ...] = ("dependency", "boundary")
-"""What a rank waits for until rows are computed, and until they arrive."""
+"""Causes of waits until rows are computed, and until they arrive."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """Time that the main threads of ranks spend besides actions, in which they neither compute nor wait."""
+    """A model of the time that main threads spend besides actions, in which ranks neither compute nor wait."""
 
     begins: Mapping[int, float]
     """Rank -> seconds from the step's start until it can begin its first action; other ranks: 0."""
     after: Callable[[Action], float]
-    """Gives the seconds from the end of an action until its ranks can begin another."""
+    """Function of an action: seconds from its end until its ranks can begin another."""
     closing: float
     """Seconds from the end of the last action of all ranks until the step is over."""
 
@@ -43,7 +44,7 @@ NO_HOST = Host({}, lambda action: 0.0, 0.0)
 
 
 class Wait(NamedTuple):
-    """A time in which a rank is idle; in seconds from the step's start."""
+    """A period in which a rank is idle; in seconds from the step's start."""
 
     rank: int
     cause: Cause
@@ -53,15 +54,15 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """Times of a simulated step, in seconds from its start."""
+    """The times of a simulated step, in seconds from its start."""
 
     schedule: Schedule
     start: Mapping[Action, Float64[np.ndarray, "_instances"]]
-    """Start of every action on each instance of its stage, in a sequence that can run."""
+    """Start of every action on each instance of its stage, in an order that can run."""
     end: Mapping[Action, Float64[np.ndarray, "_instances"]]
-    """End of every action, likewise."""
+    """End of every action on each instance of its stage."""
     time: float
-    """Duration of the step, up to the end of what main threads do after the last action."""
+    """Duration of the step, including the main threads' work after the last action."""
     ranks: Int64[np.ndarray, "ranks"]
     """Global ranks of all stages, ascending."""
     busy: Float64[np.ndarray, "ranks"]
@@ -69,48 +70,39 @@ class Simulation:
     idle: Mapping[Cause, Float64[np.ndarray, "ranks"]]
     """Cause -> seconds that each rank is idle. With ``busy`` they add up to ``time``."""
     reads: Mapping[Action, tuple[Float64[np.ndarray, "_instances"], Float64[np.ndarray, "_instances"]]]
-    """Action -> when what it reads of other stages was computed, and when it had arrived, on each instance."""
+    """Action -> when its inputs from other stages were computed, and when they had arrived, on each instance."""
     host: Host
-    """What it was simulated with."""
-    beside: Mapping[Action, Float64[np.ndarray, "_instances"]]
-    """Actions that ran beside others on a stream of their own -> their seconds as if alone; between their start and
-    their end others run, too."""
-    used: Float64[np.ndarray, "ranks"]
-    """Seconds by which each rank waits less for collectives inside actions, as it computes others beside them; what
-    these wait for their own counts only where the rank has nothing else to do."""
+    """Main-thread times of the simulation."""
 
     @property
     def bubble(self) -> float:
-        """Idle share of all ranks' time."""
+        """Return the idle share of all ranks' time."""
         return float((self.time - self.busy).mean() / self.time) if self.time > 0 else 0.0
 
     @property
     def bubble_by_cause(self) -> dict[Cause, float]:
-        """Idle share by cause; the shares add up to ``bubble``."""
+        """Return the idle share by cause; the shares add up to ``bubble``."""
         return {c: float(self.idle[c].mean() / self.time) if self.time > 0 else 0.0 for c in CAUSES}
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """Rank -> its index in ``ranks``."""
+        """Return rank -> its index in ``ranks``."""
         return {int(r): i for i, r in enumerate(self.ranks)}
 
     def seconds(self, action: Action) -> Float64[np.ndarray, "_instances"]:
-        """What an action takes by itself, on each instance."""
-        own = self.beside.get(action)
-        return self.end[action] - self.start[action] if own is None else own
+        """Return the seconds of an action on each instance."""
+        return self.end[action] - self.start[action]
 
     def of(self, rank: int) -> list[tuple[Action, float, float]]:
-        """(action, start, end) of everything that one rank runs, in that sequence."""
+        """Return (action, start, end) of everything that one rank runs, in that order."""
         of = self._instances(rank)
         return [(a, float(self.start[a][of[a.node]]), float(self.end[a][of[a.node]])) for a in self.schedule.of(rank)]
 
     def waits(self, rank: int) -> list[Wait]:
-        """When one rank is idle and why, in its sequence: what ``idle`` sums up, but for what it runs beside then."""
+        """Return the idle periods of one rank, in order; ``idle`` is their sum."""
         of, waits = self._instances(rank), list[Wait]()
         ended, free, warm = 0.0, self.host.begins.get(rank, 0.0), False
         for action, start, end in self.of(rank):
-            if action in self.beside:
-                continue
             waits.append(Wait(rank, "host", ended, free))
             if action in self.reads:
                 for cause, times in zip(_ARRIVAL, self.reads[action], strict=True):
@@ -125,6 +117,64 @@ class Simulation:
         return [wait for wait in waits if wait.end > wait.start]
 
     def _instances(self, rank: int) -> dict[StageId, int]:
-        """Stages of which a rank has actions -> its instance there."""
+        """Return stage -> the rank's instance there, for every stage of which the rank has actions."""
         stages = self.schedule.graph.stages
         return {n: int(np.nonzero(stages[n].grid == rank)[0][0]) for n in {a.node for a in self.schedule.of(rank)}}
+
+
+Collective = Literal["all-gather", "reduce-scatter", "tensor parallel", "context parallel"]
+"""Collective inside an action: gathered parameters, summed gradients, rows of ranks that share matmuls, and keys and
+values of ranks that share sequences."""
+InActions = Callable[[Action], Mapping[Collective, Float64[np.ndarray, "instances"]]]
+"""Function of an action: seconds, on every instance, in which its ranks wait for collectives."""
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A comparison of a step in which modules fill bubbles with the step without these modules; in seconds."""
+
+    modules: tuple[str, ...]
+    """Modules that fill bubbles."""
+    alone: float
+    """Time of the step without them."""
+    step: float
+    """Time of the step with them."""
+    work: float
+    """Seconds of their actions on a rank, see :func:`work_on_rank`."""
+
+    @property
+    def efficiency(self) -> float:
+        """Return the share of the filling work in bubbles, which does not prolong the step (Optimus' scheduling
+        efficiency).
+
+        It is negative if filling costs more than the work itself, and 1 without work.
+        """
+        return 1.0 - (self.step - self.alone) / self.work if self.work > 0 else 1.0
+
+    def __str__(self) -> str:
+        return f"{self.efficiency:.0%} of the work of {' and '.join(self.modules)} in bubbles"
+
+
+def work_on_rank(simulation: Simulation, modules: Collection[str]) -> float:
+    """Return the seconds of all actions of some modules on one rank, averaged over the ranks that have any of them."""
+    stages = {n: stage for n, stage in simulation.schedule.graph.stages.items() if n.module in modules}
+    total = sum(
+        float(simulation.seconds(action).sum()) * stages[action.node].grid.shape[1]
+        for action in simulation.start
+        if action.node in stages
+    )
+    return total / max(1, len(frozenset().union(*(stage.ranks for stage in stages.values()))))
+
+
+def inside_actions(simulation: Simulation, waits: InActions) -> dict[Collective, float]:
+    """Return the seconds that a rank waits inside actions, by collective, averaged over all ranks.
+
+    They are part of a simulation's ``busy``.
+    """
+    stages = simulation.schedule.graph.stages
+    waited: dict[Collective, float] = {"all-gather": 0.0, "reduce-scatter": 0.0, "tensor parallel": 0.0}
+    for action in simulation.start:
+        for collective, seconds in waits(action).items():
+            waited.setdefault(collective, 0.0)
+            waited[collective] += float(seconds.sum()) * stages[action.node].grid.shape[1] / len(simulation.ranks)
+    return waited

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from hetero_strategy.layout.pipeline import Pipeline
+from hetero_strategy.layout.spec import Pipeline
 from hetero_strategy.schedule.action import Action, Lane, Schedule, Span, Stage, StageGraph, StageId, StepWork
 
 
@@ -38,7 +40,23 @@ def schedule_of(graph: StageGraph, work: StepWork, order: Iterable[Action], spli
         Lane(tuple(sorted(r for r in hosted if hosted[r] == nodes)), tuple(a for a in total if a.node in nodes))
         for nodes in dict.fromkeys(hosted.values())
     ]
-    return Schedule("by hand", graph, work, frozenset(split), True, tuple(lanes), {})
+    return Schedule("by hand", graph, work, frozenset(split), True, tuple(lanes), {}, total)
+
+
+def in_order(draft: Schedule) -> Schedule:
+    """With starts that every list keeps to, dependencies first."""
+    lists = [deque(lane.actions) for lane in draft.lanes]
+    lanes = Counter(action for own in lists for action in own)
+    starts: dict[Action, None] = {}
+    while any(lists):
+        heads = [own[0] for own in lists if own]
+        before = draft.dependencies.before
+        action = next(a for a in heads if heads.count(a) == lanes[a] and starts.keys() >= {*before(a)})
+        starts[action] = None
+        for own in lists:
+            if own and own[0] == action:
+                own.popleft()
+    return replace(draft, starts=tuple(starts))
 
 
 def chain(stages: int, microbatches: int, instances: int = 1, tp: int = 1) -> Schedule:
@@ -54,7 +72,7 @@ def chain(stages: int, microbatches: int, instances: int = 1, tp: int = 1) -> Sc
             actions += [Action("F", node, i + ahead)] if i + ahead < microbatches else []
             actions += [Action("B", node, i)]
         lanes.append(Lane(tuple(int(r) for r in stage.grid.flat), tuple(actions)))
-    return Schedule("1f1b", graph, work_of(graph, microbatches), frozenset(), True, tuple(lanes), {})
+    return in_order(Schedule("1f1b", graph, work_of(graph, microbatches), frozenset(), True, tuple(lanes), {}, ()))
 
 
 def random_schedule(seed: int) -> Schedule:
@@ -75,7 +93,7 @@ def random_schedule(seed: int) -> Schedule:
     numbers = range(len(work.microbatches["llm"]))
     actions = [Action(k, n, i) for n in grids for i in numbers for k in (("F", "I", "W") if n in split else ("F", "B"))]
     actions += [Action(kind, n) for n in grids for kind in ("UNSHARD", "REDUCE")]
-    draft = Schedule("draft", graph, work, split, True, (), {})
+    draft = Schedule("draft", graph, work, split, True, (), {}, ())
     done: list[Action] = []
     while len(done) < len(actions):
         ran = set(done)

@@ -10,7 +10,7 @@ import pytest
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.schedule.action import Action, Schedule, StageId
 from hetero_strategy.schedule.graph import stage_graph
-from hetero_strategy.simulator.bubbles import Collective, Filling, inside_actions, work_on_rank
+from hetero_strategy.simulator.result import Collective, Filling, inside_actions, work_on_rank
 from hetero_strategy.simulator.simulate import simulate
 from tests.simulator.schedules import graph_of, schedule_of, work_of
 

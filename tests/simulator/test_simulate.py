@@ -16,17 +16,25 @@ from hypothesis import strategies as st
 
 from hetero_strategy.errors import ScheduleError
 from hetero_strategy.layout.row_sharding import RowSharding
-from hetero_strategy.schedule.action import Action, Kind, Lane, Schedule, StageId
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.planner.candidate import Candidate
+from hetero_strategy.planner.evaluate import Evaluator
+from hetero_strategy.schedule.action import Action, Kind, Schedule, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
-from hetero_strategy.simulator.links import Links, Network
+from hetero_strategy.schedule.compile import compile_step
+from hetero_strategy.simulator.cluster import Links, Network
+from hetero_strategy.simulator.cost_model import CostModel
 from hetero_strategy.simulator.result import CAUSES, Host, Simulation
-from hetero_strategy.simulator.simulate import Sent, simulate
-from tests.simulator.schedules import chain, graph_of, random_schedule, schedule_of, work_of
+from hetero_strategy.simulator.simulate import Sent, pairs, rows_between, simulate
+from hetero_strategy.testing.plans import batch, cluster, model
+from tests.schedule.cases import damaged
+from tests.simulator.schedules import chain, graph_of, in_order, random_schedule, schedule_of, work_of
 
 UNIFORM = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "UNSHARD": 0.0, "REDUCE": 0.0}
 ZERO = np.array([[0]])
-V, L, L1 = StageId("vision", 0), StageId("llm", 0), StageId("llm", 1)
+V, A, L, L1 = StageId("vision", 0), StageId("audio", 0), StageId("llm", 0), StageId("llm", 1)
 
 
 def uniform(action: Action) -> float:
@@ -148,10 +156,10 @@ def test_rows_of_two_modules_on_the_same_ranks_come_one_after_the_other() -> Non
 
 def test_a_network_is_faster_within_its_nodes() -> None:
     """Ranks 0 and 1 are on one node, 2 and 3 on another one."""
-    network = Network((Links(0.1, 10.0), Links(0.2, 20.0)), Links(0.5, 1.0), np.array([2, 4]))
+    network = Network(Links(0.1, 10.0), Links(0.5, 1.0), 2)
     of = network.between(np.array([[0], [1], [2]]), np.array([[1], [3]]))
     latency, per_byte = of(np.array([0, 1, 1, 2, 2]), np.array([0, 0, 1, 0, 1]))
-    assert latency.tolist() == [0.1, 0.0, 0.5, 0.5, 0.2] and per_byte.tolist() == [0.1, 0.0, 1.0, 1.0, 0.05]
+    assert latency.tolist() == [0.1, 0.0, 0.5, 0.5, 0.1] and per_byte.tolist() == [0.1, 0.0, 1.0, 1.0, 0.1]
 
 
 def test_rows_between_the_same_ranks_take_no_time() -> None:
@@ -207,7 +215,7 @@ def test_a_rank_without_work_is_idle_all_the_time() -> None:
     graph = graph_of({V: np.array([[7]]), L: np.array([[0]])})
     schedule = schedule_of(graph, work_of(graph, 1), [Action("F", L, 0)])
     for lanes in (schedule.lanes, tuple(lane for lane in schedule.lanes if lane.actions)):
-        found = simulate(replace(schedule, lanes=lanes, known_starts=None), uniform)
+        found = simulate(replace(schedule, lanes=lanes), uniform)
         assert found.ranks.tolist() == [0, 7] and found.idle["warm-up"].tolist() == [0, 1]
         assert_adds_up(found)
         assert found.of(7) == []
@@ -279,13 +287,26 @@ def test_another_order_takes_another_time() -> None:
     schedule = chain(4, 8)
     last = list(schedule.lanes[3].actions)
     last[1:3] = last[2:0:-1]  # F0 F1 B0 ... in place of F0 B0 F1 ...
-    assert simulate(with_list(schedule, 3, last), uniform).time == 34.0 > simulate(schedule, uniform).time == 33.0
+    assert (
+        simulate(in_order(damaged(schedule, 3, last)), uniform).time == 34.0 > simulate(schedule, uniform).time == 33.0
+    )
 
 
-def with_list(schedule: Schedule, lane: int, actions: list[Action]) -> Schedule:
-    lanes = list(schedule.lanes)
-    lanes[lane] = Lane(lanes[lane].ranks, tuple(actions))
-    return replace(schedule, lanes=tuple(lanes), known_starts=None)
+def test_starts_before_what_they_need_are_refused() -> None:
+    schedule = chain(2, 2)
+    with pytest.raises(ScheduleError, match=r"llm\.0 B1 starts before llm\.1 B1, which it needs; see schedule\.check"):
+        simulate(replace(schedule, starts=schedule.starts[::-1]), uniform)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_action_before_one_that_it_needs_is_refused(seed: int) -> None:
+    schedule = random_schedule(seed)
+    for action in schedule.starts:
+        for need in schedule.dependencies.before(action):
+            others = [a for a in schedule.starts if a != action]
+            others.insert(others.index(need), action)
+            with pytest.raises(ScheduleError, match=f"{action} starts before "):
+                simulate(replace(schedule, starts=tuple(others)), uniform)
 
 
 def test_what_cannot_run_is_refused() -> None:
@@ -294,33 +315,33 @@ def test_what_cannot_run_is_refused() -> None:
     simulate(whole, uniform)
     first, second = (list(lane.actions) for lane in whole.lanes)
     backward_first = [first[2], *first[:2], *first[3:]]
-    damaged = {
-        "rank 0 runs llm.0 B0 before llm.0 F0": with_list(whole, 0, backward_first),
-        "rank 0 never runs llm.0 F0": with_list(whole, 0, first[1:]),
-        "rank 0 runs llm.0 F0 2 times": with_list(whole, 0, [first[0], *first]),
-        "rank 0 has llm.1 F0 in its list but does not host llm.1": with_list(whole, 0, [*first, second[0]]),
-        "rank 1 hosts llm.1 but is in no lane": replace(whole, lanes=whole.lanes[:1], known_starts=None),
-        "deadlock: rank 0 waits in llm.0 B0 for .*llm.1 B0; rank 1 waits in llm.1 F1 for .*llm.0 F1": with_list(
-            with_list(whole, 0, [first[0], first[2], first[1], *first[3:]]),
+    broken = {
+        "rank 0 runs llm.0 B0 before llm.0 F0": damaged(whole, 0, backward_first),
+        "rank 0 never runs llm.0 F0": damaged(whole, 0, first[1:]),
+        "rank 0 runs llm.0 F0 2 times": damaged(whole, 0, [first[0], *first]),
+        "rank 0 has llm.1 F0 in its list but does not host llm.1": damaged(whole, 0, [*first, second[0]]),
+        "rank 1 hosts llm.1 but is in no lane": replace(whole, lanes=whole.lanes[:1]),
+        "deadlock: rank 0 waits in llm.0 B0 for .*llm.1 B0; rank 1 waits in llm.1 F1 for .*llm.0 F1": damaged(
+            damaged(whole, 0, [first[0], first[2], first[1], *first[3:]]),
             1,
             [second[0], second[2], second[1], *second[3:]],
         ),
     }
-    for reason, schedule in damaged.items():
+    for reason, schedule in broken.items():
         with pytest.raises(ScheduleError, match=reason):
             check(schedule)
-    with pytest.raises(ScheduleError, match="wait for each other"):
-        simulate(schedule, uniform)  # the last one
 
 
-def test_ranks_of_two_modules_that_meet_in_other_orders_do_not_hang() -> None:
-    graph = graph_of({V: np.array([[0, 1]]), L: np.array([[0, 1]])})
-    crossed = schedule_of(graph, work_of(graph, 1), [Action("F", V, 0), Action("F", L, 0)])
-    (lane,) = crossed.lanes
-    lanes = Lane((0,), lane.actions), Lane((1,), lane.actions[::-1])
-    simulate(crossed, uniform)
-    with pytest.raises(ScheduleError, match="wait for each other"):
-        simulate(replace(crossed, train=False, lanes=lanes, known_starts=None), uniform)
+def test_independent_encoders_run_beside_each_other() -> None:
+    """On ranks of their own they take the time of one; on one rank the time of both."""
+
+    def of(audio: int) -> float:
+        grids = {V: np.array([[0]]), A: np.array([[audio]]), L: np.array([[2]])}
+        graph = graph_of(grids, (("vision", "llm"), ("audio", "llm")))
+        schedule = make_schedule("1f1b", graph, work_of(graph, 16))
+        return simulate(schedule, lambda a: uniform(a) * (0.1 if a.node == L else 1)).time
+
+    assert of(audio=1) / of(audio=0) < 0.55
 
 
 def test_what_has_another_shape_is_refused() -> None:
@@ -328,6 +349,21 @@ def test_what_has_another_shape_is_refused() -> None:
         simulate(chain(2, 2), lambda action: np.ones(3))
     with pytest.raises(ValueError, match=r"bytes from llm.0 F0 to llm.1 F0 .*, got \(1, 1\)"):
         simulate(chain(2, 2), uniform, rows=lambda source, target: np.ones((1, 1)))
+
+
+@pytest.mark.full
+def test_ten_thousand_ranks_with_encoders_on_all_of_them() -> None:
+    """LLM pp16 dp78 tp8; one encoder replica on each of its 9984 ranks, another on half; 64 microbatches."""
+    world = 9984
+    grids = {V: np.arange(world)[:, None], A: np.arange(world // 2)[:, None]}
+    grids |= {StageId("llm", s): np.arange(624).reshape(78, 8) + 624 * s for s in range(16)}
+    graph = graph_of(grids, (("vision", "llm"), ("audio", "llm")))
+    schedule = make_schedule("1f1b", graph, work_of(graph, 64))
+    begin = time.process_time()
+    found = simulate(schedule, lambda a: 1e-3 * uniform(a), Links(2e-5))
+    assert time.process_time() - begin < 30
+    assert len(found.ranks) == world
+    np.testing.assert_allclose(sum(found.idle[c] for c in CAUSES) + found.busy, found.time, rtol=1e-9)
 
 
 @pytest.mark.full
@@ -344,3 +380,30 @@ def test_ten_thousand_ranks() -> None:
     assert time.process_time() - begin < 30
     assert len(found.ranks) == 9984 and 3 * 79 < found.time < 3.3 * 79
     assert_adds_up(found)
+
+
+RANKS = 8
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_rank_receives_its_part_of_the_rows(tp: int, backward: bool) -> None:
+    """Of the rows of a language model a tensor-parallel rank has a part; of those of the encoder every rank has all."""
+    evaluator = Evaluator(CostModel(model(), cluster(RANKS)), [batch(16)], balance=BalanceConfig(reorder="none"))
+    layouts = {"vision": ModuleLayout(range(4)), "llm": ModuleLayout(range(4, RANKS), tp=tp)}
+    step = evaluator.step(evaluator.place(Candidate(layouts, microbatches=2)))
+    width = evaluator.row_bytes(V, L)
+    received = np.zeros(RANKS)
+    for rank in range(RANKS):
+        for transfer in compile_step(step.plan, step.schedule, rank).transfers:
+            if transfer.microbatches == (0, 0) and transfer.backward == backward:
+                both = (transfer.transfer.first, transfer.transfer.second)
+                received[rank] += sum(rows.size for hop in both for _, rows in hop.receives) * width
+    ends = [Action("F", V, 0), Action("F", L, 0)]
+    if backward:
+        ends = [Action("B", ends[1].node, 0), Action("B", ends[0].node, 0)]
+    flow = pairs(rows_between(step.plan, step.placed.graph, evaluator.row_bytes)(*ends))
+    grid = step.placed.graph.stages[ends[1].node].grid
+    simulated = np.bincount(flow.target, flow.bytes, len(grid))
+    assert simulated == pytest.approx(received[grid].mean(axis=1))
+    assert simulated.all()

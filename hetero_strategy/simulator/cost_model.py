@@ -1,0 +1,402 @@
+"""Seconds of the actions of a module's stages in a layout, from FLOPs, bytes and device figures. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float64, Num
+from scipy.optimize import nnls
+
+from hetero_strategy import ragged
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.model.spec import ModelSpec, ModuleSpec
+from hetero_strategy.schedule.action import Kind
+from hetero_strategy.simulator.cluster import Cluster, CollectiveKind, Numbers
+
+TP_COLLECTIVES = 4
+"""All-gathers and reduce-scatters of all rows in a block's forward, and as many in its backward (Korthikanti et al.,
+arXiv:2205.05198, figure 5); an all-reduce counts as two."""
+ATTENTION_BACKWARD = 2.5
+"""Attention's backward in forwards: five matmuls instead of two, as scores are recomputed (Dao, arXiv:2307.08691)."""
+MOVED_BACKWARD = 1.5
+"""Backward of the work between matmuls in forwards: it reads the input and a gradient, and writes a gradient."""
+ADAM_BYTES = 28
+"""Bytes that Adam moves per trained parameter: reads gradient, master and two moments, and writes the last three."""
+
+
+class Line(NamedTuple):
+    """A line of the seconds of sequences: ``fixed + per_row * rows + per_pair * sum of squared lengths``."""
+
+    fixed: float
+    per_row: float
+    per_pair: float
+
+    def of(self, rows: Num[np.ndarray, "*n"], squares: Num[np.ndarray, "*n"]) -> Float64[np.ndarray, "*n"]:
+        """Return the seconds of each entry; zero without rows."""
+        return np.where(rows > 0, self.fixed + self.per_row * rows + self.per_pair * squares, 0.0)
+
+    def plus(self, other: Line, times: float = 1.0) -> Line:
+        """Return the seconds of both in sequence, the second ``times`` over."""
+        fixed, per_row, per_pair = other
+        return Line(self.fixed + times * fixed, self.per_row + times * per_row, self.per_pair + times * per_pair)
+
+    def shared(self, ranks: float) -> Line:
+        """Divide the parts that grow with rows among so many ranks."""
+        return Line(self.fixed, self.per_row / ranks, self.per_pair / ranks)
+
+
+NOTHING = Line(0.0, 0.0, 0.0)
+
+
+class BlockSeconds(NamedTuple):
+    """The measured seconds of one block on one rank, without the collectives of tensor parallelism."""
+
+    forward: Line
+    backward: Line
+    """Whole backward; :data:`NOTHING` if no gradient has to reach its rows and nothing of it trains."""
+    input: Line
+    """Half of the backward for the rows; :data:`NOTHING` if no gradient has to reach them."""
+    weight: Line
+    """Half of the backward for the weights; :data:`NOTHING` if none of them trains."""
+
+
+ModuleSeconds = Mapping[int, Sequence[BlockSeconds]]
+"""Ranks of tensor parallelism -> every block of a module."""
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """The seconds of one stage's actions on each rank of an instance."""
+
+    forward: Line
+    input: Line
+    """Gradient of the rows; includes a recomputed forward, which is in ``weight`` if there is no such gradient."""
+    weight: Line
+    """Gradient of the weights."""
+    gather: float
+    """All-gather of its parameters."""
+    reduce: float
+    """Sum of its gradients over data-parallel ranks."""
+    once: bool
+    """Whether both collectives run once per step; otherwise they run in every microbatch."""
+    after: float
+    """Time after the step's last backward: the optimizer, and the sum of replicated gradients."""
+    overlapped: bool = False
+    """Whether collectives once per step overlap compute: UNSHARD and REDUCE then take no time of their own."""
+    beside: bool = True
+    """Whether collectives of every microbatch overlap its compute; otherwise they take the cores from it."""
+    whole: Line | None = None
+    """Measured backward in one piece; None: not measured."""
+
+    @cached_property
+    def backward(self) -> Line:
+        """Return a backward in one piece."""
+        return self.input.plus(self.weight) if self.whole is None else self.whole
+
+    def seconds(
+        self, kind: Kind, rows: Num[np.ndarray, "*n"], squares: Num[np.ndarray, "*n"]
+    ) -> Float64[np.ndarray, "*n"]:
+        """Return the seconds of an action over so many rows, per instance."""
+        if kind in ("UNSHARD", "REDUCE"):
+            alone = self.gather if kind == "UNSHARD" else self.reduce
+            return np.full(np.shape(rows), 0.0 if self.overlapped else alone)
+        line = {"F": self.forward, "I": self.input, "W": self.weight, "B": self.backward}[kind]
+        seconds = line.of(rows, squares)
+        if self.once:
+            return seconds
+        collectives = self.gather if kind == "F" else self.gather + self.reduce
+        return np.maximum(seconds, collectives) if self.beside else seconds + collectives
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The bytes of numbers."""
+
+    compute: int = 2
+    """Bytes per number of the weights that compute, and of rows."""
+    master: int = 4
+    """Bytes per number of parameters, gradients and each of the optimizer's states."""
+
+
+MIXED = Precision()
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """A choice of the collectives that overlap compute.
+
+    Args:
+        tp: collectives of tensor parallelism, cut into as many pieces as ranks, of which one waits (Megatron-LM's
+            ``--tp-comm-overlap``, PyTorch's async tensor parallelism).
+        dp: collectives once per step, block by block: gathers during forwards, sums of gradients during the last
+            backward and later (Megatron-LM's ``--overlap-param-gather --overlap-grad-reduce``). Gathers for every
+            microbatch (FSDP) always overlap its compute. On shared cores nothing overlaps.
+    """
+
+    tp: bool = False
+    dp: bool = False
+
+
+SEPARATE = Overlap()
+OURS = Overlap(dp=True)
+"""Overlap of the runtime."""
+
+
+@dataclass(frozen=True, eq=False)
+class CostModel:
+    """The seconds of the stages of a model's modules on a cluster, from FLOPs, a profile or a run.
+
+    Args:
+        measured: measured seconds of modules' blocks, from a profile or a run; the rest follows from FLOPs.
+        overlap: collectives that overlap compute.
+        accumulated: global batches per optimizer step, which share its time.
+    """
+
+    spec: ModelSpec
+    cluster: Cluster
+    precision: Precision = MIXED
+    measured: Mapping[str, ModuleSeconds] = field(default_factory=dict)
+    overlap: Overlap = OURS
+    accumulated: int = 1
+
+    @cached_property
+    def fed(self) -> dict[str, bool]:
+        """Return whether gradients have to reach each module's input rows."""
+        return self.spec.fed_by_trainable()
+
+    def stages(self, module: str, layout: ModuleLayout, recomputed: float = 0.0, once: bool = True) -> list[StageTimes]:
+        """Predict the seconds of every stage of a module, see :func:`module_times`."""
+        return module_times(
+            self.spec.modules[module], layout, self.cluster, fed=self.fed[module], recomputed=recomputed, once=once,
+            precision=self.precision, overlap=self.overlap, measured=self.measured.get(module),
+            accumulated=self.accumulated, members=self.cluster.members(layout),
+        )  # fmt: skip
+
+
+def module_times(
+    shape: ModuleSpec,
+    layout: ModuleLayout,
+    cluster: Cluster,
+    *,
+    fed: bool,
+    recomputed: float = 0.0,
+    once: bool = True,
+    precision: Precision = MIXED,
+    overlap: Overlap = SEPARATE,
+    measured: ModuleSeconds | None = None,
+    accumulated: int = 1,
+    members: Members = (None, None),
+) -> list[StageTimes]:
+    """Predict the seconds of every stage of a module.
+
+    Args:
+        layout: resolved layout, with ``split``.
+        fed: whether gradients have to reach the module's input rows.
+        recomputed: share of a forward that backward runs again.
+        once: whether parameters are gathered once per step.
+        measured: measured seconds of its blocks, with gradients that reach its rows if ``fed``; None: use FLOPs.
+        accumulated: global batches per optimizer step, which share its time.
+        members: fewest members of groups on a node, see :func:`synchronization`.
+    """
+    assert layout.split is not None
+    if measured is None:
+        blocks = block_lines(shape, layout, cluster, fed, recomputed, precision, overlap)
+    else:
+        blocks = _measured_blocks(measured, shape, layout, cluster, recomputed, precision, overlap)
+    ends = ragged.offsets(np.asarray(layout.split if shape.has_blocks else (1,))).tolist()
+    stages = []
+    for a, b in pairwise(ends):
+        owned, trains = (float(n) / layout.tp for n in shape.held(a, b))
+        gather, scatter, replicas = synchronization(
+            owned, trains, b - a, cluster, precision, tp=layout.tp, shards=layout.shards, replicas=layout.dp_replicate,
+            members=members,
+        )  # fmt: skip
+        after = 0.0
+        if layout.shards == 1 and not once:  # these gradients are summed once, after the last backward
+            after, replicas = replicas, 0.0
+        adam = ADAM_BYTES / 4 * precision.master * trains / layout.shards / cluster.device.memory_bandwidth
+        f, i, w, *whole_backward = (reduce(Line.plus, lines[a:b], NOTHING) for lines in blocks)
+        collectives = gather, scatter + replicas, once, after + adam / accumulated
+        overlaps = not cluster.shares_cores
+        stages.append(StageTimes(f, i, w, *collectives, overlap.dp and once and overlaps, overlaps, *whole_backward))
+    return stages
+
+
+Members = tuple[int | None, int | None]
+"""Fewest members on a node of a group over shards, and of one over replicas."""
+
+
+class Synchronization(NamedTuple):
+    """The seconds of the collectives over data-parallel ranks."""
+
+    gather: float
+    """All-gather of parameters over shards."""
+    scatter: float
+    """Reduce-scatter of gradients over shards."""
+    replicas: float
+    """All-reduce of sharded gradients over replicas."""
+
+
+def synchronization(
+    parameters: Numbers,
+    trained: Numbers,
+    blocks: Numbers,
+    cluster: Cluster,
+    precision: Precision,
+    *,
+    tp: Numbers,
+    shards: Numbers,
+    replicas: Numbers,
+    members: Members = (None, None),
+) -> Synchronization:
+    """Return the seconds of all collectives of each kind once, and of the rank's own work for them.
+
+    Args:
+        parameters: parameters of one tensor-parallel and pipeline rank, its shards together.
+        trained: number of these parameters that train.
+        blocks: number of blocks that hold the parameters; each block has its own collectives.
+        tp, shards, replicas: tensor-parallel ranks, ranks that share parameters, and replicas of these.
+        members: fewest members on a node, see :meth:`Cluster.members`; None: groups begin with a node.
+    """
+    whole, size = precision.compute * parameters, precision.master * trained
+    own, (near, apart) = cluster.device.sharding, members
+    sharded, trains = np.greater(shards, 1), np.greater(trained, 0)
+    gather = blocks * cluster.collective(whole / blocks, shards, tp, on_node=near)
+    scatter = blocks * cluster.collective(size / blocks, shards, tp, "reduce-scatter", near)
+    copies = 2 * cluster.collective(size / shards, replicas, tp * shards, "all-reduce", apart)
+    gather = gather + sharded * own.gather.seconds(blocks, whole)
+    return Synchronization(gather, trains * (scatter + sharded * own.scatter.seconds(blocks, size)), trains * copies)
+
+
+def block_lines(
+    shape: ModuleSpec,
+    layout: ModuleLayout,
+    cluster: Cluster,
+    fed: bool,
+    recomputed: float,
+    precision: Precision,
+    overlap: Overlap = SEPARATE,
+) -> tuple[list[Line], ...]:
+    """Return forward, input gradient and weight gradient of every block.
+
+    Attention and the work between matmuls have no weights: their backward belongs to the gradient of the rows. In the
+    first block that trains anything, that gradient also passes all matmuls if none of their weights trains: it must
+    reach the trained parameters, such as an embedding.
+    """
+    device, tp, ranks = cluster.device, layout.tp, layout.neighbours
+    peak = device.peak(precision.compute) * ranks
+    matmul, attention = peak * device.matmul_share(shape.width, tp), peak * device.attention
+    moved = np.broadcast_to(shape.moved, shape.blocks) * precision.compute / device.memory_bandwidth / ranks
+    collectives, keys = rank_collectives(shape, layout, cluster, precision)
+    columns = shape.per_row, shape.per_pair, moved, shape.trained_share, shape.trained > 0
+    lines = list[tuple[Line, Line, Line]]()
+    known = dict[tuple[float | bool, ...], tuple[Line, Line, Line]]()
+    for block in zip(*(n.tolist() for n in columns), strict=True):
+        linear, quadratic, rest, share, trains = block
+        if (*block, fed) not in known:  # most blocks are alike
+            products = Line(device.launch, linear / matmul, 0.0)
+            pairs, between = Line(0.0, 0.0, quadratic / attention), Line(0.0, rest, 0.0)
+            waited = exposed(collectives.per_row, products.per_row, tp) if overlap.tp else collectives.per_row
+            moving = products.plus(collectives._replace(per_row=waited))
+            inside = pairs.plus(pairs, ATTENTION_BACKWARD - 1).plus(between, MOVED_BACKWARD).plus(keys)
+            step = moving.plus(pairs).plus(between).plus(keys)
+            repeated = recomputed if fed or trains else 0.0
+            again = moving.plus(inside).plus(step, repeated) if fed else NOTHING
+            own = Line(products.fixed, products.per_row * share, 0.0) if trains else NOTHING
+            into = (own if share else moving).plus(inside).plus(step, repeated)
+            known[*block, fed] = step, again, own if fed or not trains else into
+        lines.append(known[*block, fed])
+        fed = fed or trains
+    return tuple(map(list, zip(*lines, strict=True)))
+
+
+def _measured_blocks(
+    measured: ModuleSeconds,
+    shape: ModuleSpec,
+    layout: ModuleLayout,
+    cluster: Cluster,
+    recomputed: float,
+    precision: Precision,
+    overlap: Overlap,
+) -> tuple[list[Line], ...]:
+    """Return :func:`block_lines` from measurements, and the whole backward of every block.
+
+    A degree of tensor parallelism that was not measured follows from the next lower one, or else from the lowest,
+    perfectly divided.
+    """
+    tp = layout.tp
+    known = max((n for n in measured if n <= tp), default=min(measured))
+    collectives, keys = rank_collectives(shape, layout, cluster, precision)
+    lines: list[tuple[Line, ...]] = []
+    for block in measured[known]:
+        forward, whole, into, own = (line.shared(layout.neighbours / known) for line in block)
+        waited = exposed(collectives.per_row, forward.per_row, tp) if overlap.tp else collectives.per_row
+        moving = collectives._replace(per_row=waited).plus(keys)
+        step = forward.plus(moving)
+        if into != NOTHING:
+            into, whole = (line.plus(moving).plus(step, recomputed) for line in (into, whole))
+        elif own != NOTHING:
+            own, whole = (line.plus(keys).plus(step, recomputed) for line in (own, whole))
+        lines.append((step, into, own, whole))
+    return tuple(map(list, zip(*lines, strict=True)))
+
+
+class RankCollectives(NamedTuple):
+    """The seconds of a block's collectives over the ranks of an instance, in its forward or in its backward."""
+
+    tp: Line
+    """Collectives of tensor parallelism."""
+    keys: Line
+    """All-gather of keys and values over context-parallel ranks, or reduce-scatter of their gradients."""
+
+
+def rank_collectives(
+    shape: ModuleSpec, layout: ModuleLayout, cluster: Cluster, precision: Precision
+) -> RankCollectives:
+    """Predict :class:`RankCollectives`; lines count the rows of an instance."""
+    tp, cp = layout.tp, layout.cp
+    kinds: tuple[CollectiveKind, ...] = (
+        ("all-gather", "reduce-scatter") if shape.row_shardings[tp].parts > 1 else ("all-reduce",)
+    )
+    times = TP_COLLECTIVES / len(kinds)
+
+    def took(rows: int) -> tuple[float, float]:
+        size, keys = rows * precision.compute * shape.width / cp, rows * precision.compute * shape.keys / tp
+        each = sum(cluster.collective(size, tp, kind=kind) for kind in kinds)
+        return times * each, cluster.collective(keys, cp, tp)
+
+    return RankCollectives(
+        *(Line(waits, seconds - waits, 0.0) for waits, seconds in zip(took(0), took(1), strict=True))
+    )
+
+
+def exposed(collectives: float, products: float, ranks: int) -> float:
+    """Return the seconds of collectives that compute waits for if both run in as many pieces as there are ranks.
+
+    The first piece overlaps nothing; of the remaining pieces the longer of both counts.
+    """
+    return max(0.0, collectives - products) + min(collectives, products) / ranks
+
+
+def relative_fit(
+    given: Float64[np.ndarray, "points figures"], seconds: Float64[np.ndarray, "points"]
+) -> tuple[list[float], Float64[np.ndarray, "points"]]:
+    """Fit non-negative seconds of each given figure by least squared relative errors; return also these errors."""
+    scale = np.where(given.any(axis=0), given.max(axis=0), 1.0)
+    coefficients = nnls(given / scale / seconds[:, None], np.ones(len(seconds)))[0] / scale
+    return coefficients.tolist(), np.abs(given @ coefficients / seconds - 1)
+
+
+def fit(
+    given: Float64[np.ndarray, "points 3"], seconds: Float64[np.ndarray, "points"]
+) -> tuple[Line, Float64[np.ndarray, "points"]]:
+    """Fit the line with the least squared relative errors and no negative coefficient; return it and its errors."""
+    if not seconds.any():
+        return NOTHING, np.zeros(len(seconds))
+    coefficients, errors = relative_fit(given, np.maximum(seconds, 1e-9))
+    return Line(*coefficients), errors

@@ -1,0 +1,159 @@
+"""Seconds of a model's blocks, derived from the stages of a training run, for plans of other layouts. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetero_strategy import ragged
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.model.spec import ModelSpec
+from hetero_strategy.schedule.action import Kind, StageId
+from hetero_strategy.simulator.cluster import Cluster
+from hetero_strategy.simulator.cost_model import (
+    NOTHING,
+    BlockSeconds,
+    Line,
+    ModuleSeconds,
+    Precision,
+    RankCollectives,
+    block_lines,
+    rank_collectives,
+)
+
+StageSeconds = Mapping[StageId, Mapping[Kind, Line]]
+"""Seconds of F, and of B or of I and W, of one instance of a stage."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measured seconds of stages in the last steps of a run, and the run's layouts."""
+
+    layouts: Mapping[str, ModuleLayout]
+    """Layout of each module, with ``split``."""
+    recomputed: Mapping[str, float]
+    """Module -> share of its forward that backward runs again; modules left out: 0."""
+    stages: StageSeconds
+    microbatches: int = 1
+    """Microbatches of the run's last step."""
+
+    def write(self, file: Path) -> None:
+        """Write the measurement as JSON."""
+        data = {
+            "layouts": {name: _plain(layout) for name, layout in self.layouts.items()},
+            "recomputed": dict(self.recomputed),
+            "microbatches": self.microbatches,
+            "stages": {str(stage): dict(of) for stage, of in self.stages.items()},
+        }
+        file.write_text(json.dumps(data, indent=1))
+
+    @classmethod
+    def read(cls, file: Path) -> Measured:
+        """Read a file of :meth:`write`."""
+        try:
+            data: dict[str, Any] = json.loads(file.read_text())
+            stages = {
+                StageId(name, int(number)): {kind: Line(*line) for kind, line in of.items()}
+                for name, _, number, of in ((*s.rpartition("."), of) for s, of in data["stages"].items())
+            }
+            layouts = {name: ModuleLayout.from_config(name, of) for name, of in data["layouts"].items()}
+            return cls(layouts, data["recomputed"], stages, int(data["microbatches"]))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{file} is missing: a run writes it at the end of training (TimelineMonitor), once it has made steps"
+            ) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{file} is damaged ({error!r}); train again") from error
+
+    def modules(self, shape: ModelSpec, cluster: Cluster, precision: Precision) -> dict[str, ModuleSeconds]:
+        """Return the seconds of the blocks of every module that ran.
+
+        A stage's seconds are dealt out to its blocks in proportion to the formula. The recomputed forward and the
+        predicted collectives of tensor parallelism are then subtracted.
+        """
+        fed = shape.fed_by_trainable()
+        seconds: dict[str, ModuleSeconds] = {}
+        for name, module in shape.modules.items():
+            layout = self.layouts.get(name)
+            if layout is None or sum(layout.split or ()) != module.blocks * module.has_blocks:
+                raise ConfigError(f"run: it was of another model; {name} has {module.blocks} blocks in this one")
+            if all(StageId(name, i) in self.stages for i in range(layout.pipeline.stages)):
+                again = self.recomputed.get(name, 0.0)
+                formula = block_lines(module, layout, cluster, fed[name], again, precision)
+                _, into, own = block_lines(module, layout, cluster, fed[name], 0.0, precision)
+                stages = [self.stages[StageId(name, i)] for i in range(layout.pipeline.stages)]
+                took = _of_blocks(stages, layout.split if module.has_blocks else (1,), formula)
+                collectives = rank_collectives(module, layout, cluster, precision)
+                seconds[name] = {
+                    layout.tp: [
+                        _block(block, (i, o), again, collectives, layout.cp)
+                        for block, i, o in zip(zip(*took, strict=True), into, own, strict=True)
+                    ]
+                }
+        return seconds
+
+
+def _of_blocks(
+    stages: Sequence[Mapping[Kind, Line]], split: Sequence[int] | None, formula: Sequence[Sequence[Line]]
+) -> tuple[list[Line], list[Line], list[Line], list[Line]]:
+    """Return every block's forward, whole backward, and its halves, which are :data:`NOTHING` if they ran as one."""
+    ends = ragged.offsets(np.asarray(split))
+    forward, into, own = formula
+    whole = [a.plus(b) for a, b in zip(into, own, strict=True)]
+    kinds: tuple[tuple[Kind, Sequence[Line]], ...] = (("F", forward), ("B", whole), ("I", into), ("W", own))
+    dealt: list[list[Line]] = [[], [], [], []]
+    for took, (first, last) in zip(stages, pairwise(ends), strict=True):
+        for lines, (kind, expected) in zip(dealt, kinds, strict=True):
+            lines += _dealt(took.get(kind, NOTHING), expected[first:last])
+    return dealt[0], [b if b != NOTHING else i.plus(w) for b, i, w in zip(*dealt[1:], strict=True)], dealt[2], dealt[3]
+
+
+def _dealt(total: Line, expected: Sequence[Line]) -> list[Line]:
+    """Deal out a stage's seconds in proportion to the expected ones, or equally if none are expected."""
+    table = np.array(expected)
+    sums, there = table.sum(axis=0), table.any(axis=1, keepdims=True)
+    shares = np.where(sums > 0, table / np.where(sums > 0, sums, 1.0), there / max(1, there.sum()))
+    return [Line(*map(float, row)) for row in shares * np.array(total)]
+
+
+def _block(
+    took: tuple[Line, Line, Line, Line], formula: tuple[Line, Line], again: float, over: RankCollectives, cp: int
+) -> BlockSeconds:
+    """Return one block's seconds without recompute and collectives, on a rank that has all rows of its ``cp``
+    context-parallel ranks.
+
+    Args:
+        took: lines of the block from :func:`_of_blocks`.
+        formula: estimated halves of its backward, without recompute.
+    """
+    (forward, whole, into, own), (plain_into, plain_own) = took, formula
+    fed, trains = plain_into != NOTHING, plain_own != NOTHING
+    less = (
+        NOTHING.plus(forward, again * (fed or trains)).plus(over.tp, float(fed)).plus(over.keys, float(fed or trains))
+    )
+    whole = _less(whole, less)
+    if into != NOTHING or own != NOTHING:
+        into, own = (_less(into, less), own) if fed else (into, _less(own, less))
+    else:
+        share = plain_into.per_row / ((plain_into.per_row + plain_own.per_row) or 1.0)
+        into, own = NOTHING.plus(whole, share), NOTHING.plus(whole, 1.0 - share)
+    forward = _less(forward, over.tp.plus(over.keys))
+    of_all = (line.shared(1 / cp) for line in (forward, whole, into if fed else NOTHING, own if trains else NOTHING))
+    return BlockSeconds(*of_all)
+
+
+def _plain(layout: ModuleLayout) -> dict[str, Any]:
+    """Return a layout as a layout file spells it."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(layout).items()}
+
+
+def _less(line: Line, other: Line) -> Line:
+    """Subtract another line, and clip at zero."""
+    return Line(*(max(0.0, a - b) for a, b in zip(line, other, strict=True)))
