@@ -1,1 +1,1 @@
-"""What modules cost here: seconds of blocks and links on a device, activations on tensors without values."""
+"""Measurements of modules: seconds of blocks and links on a device, activations on tensors without values."""

@@ -1,16 +1,18 @@
 """Bytes of activations of a model's blocks, measured on the real modules over fake tensors: no memory, no device.
 
-A block's forward and backward run at full size in the dtype that they compute in, with tensors that have shapes alone
-(``FakeTensorMode``), while memory is counted as operators make and free it. What a block needs grows with the
-:data:`FEATURES` of what it is given, so a few packings tell all of it.
+A block's forward and backward run at full size in their compute dtype, on tensors that have shapes alone
+(``FakeTensorMode``), while memory is counted as operators make and free it. A block's memory grows with the
+:data:`FEATURES` of its inputs, so a few packings determine all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from copy import copy
 from fnmatch import fnmatchcase
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.encoder import Backbone, Encoder
@@ -36,48 +39,59 @@ from hetero_strategy.model.inputs import (
     tensors_of,
 )
 from hetero_strategy.model.multimodal import MultimodalModel
-from hetero_strategy.parallelize.offload import HostMemory, SavedBlock, apply_offload
-from hetero_strategy.parallelize.recompute import Recompute, apply_recompute
-from hetero_strategy.planner.activations import FEATURES, KEYS, Activations, BlockBytes, Head, HeadBytes, features
-from hetero_strategy.planner.layers import fed_by_trainable
+from hetero_strategy.model.read_spec import spec_of
+from hetero_strategy.model.spec import KEPT
+from hetero_strategy.parallelize.transform import Site, Transform
+from hetero_strategy.parallelize.transforms import choices, label, way
 from hetero_strategy.profiling.allocations import Allocations
+from hetero_strategy.profiling.stage_memory import FEATURES, KEYS, Activations, BlockBytes, Head, HeadBytes, features
 from hetero_strategy.runtime import backward
-from hetero_strategy.runtime.local_stage import Output
+from hetero_strategy.runtime.actions import Output
 
-MATMULS = "all but matmuls"
-WAYS = {"kept": None, "all": Recompute(), MATMULS: Recompute(keeps_matmuls=True)}
-"""What a block may run again in backward."""
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-"""By bytes of a number."""
+"""Data type by bytes of a number."""
 ROWS = 2**18
-"""Of the packings that are measured: so many that weights and their gradients are nothing beside activations."""
+"""Rows of the measured packings: so many that weights and their gradients are negligible beside activations."""
+
+
+Ways = Mapping[str, tuple[Transform, ...]]
+"""Label of a block's changes -> changes, see :func:`hetero_strategy.parallelize.transforms.way`."""
+
+
+def ways_of(blocks: int, transforms: Mapping[str, Transform]) -> Ways:
+    """Return all ways in which a module's blocks keep activations, with the transforms that a user gave it and with
+    those that a plan may add.
+    """
+    changed = [{**{each.name: each for each in more}, **transforms} for more in choices(blocks).values()]
+    ways = [way(of, i, moved=moved) for of in changed for i in range(blocks) for moved in (False, True)]
+    return {"": (), **{label(one): one for one in sorted(ways, key=label)}}
 
 
 def activations_of(
-    model: MultimodalModel, dtype: torch.dtype = torch.bfloat16, *, buckets: bool = False, ways: Collection[str] = WAYS
+    model: MultimodalModel,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    buckets: bool = False,
+    ways: Mapping[str, Ways] = MappingProxyType({}),
 ) -> dict[str, Activations]:
     """Measure the activations of all modules.
 
     Args:
-        model: as built, before anything is parallelised, in training mode; on the meta device it costs no memory.
-        dtype: of rows and of weights that compute.
-        buckets: whether attention runs on padded buckets, as it does but on CUDA in half precision.
-        ways: those of :data:`WAYS` that are asked for.
+        model: model as built, before anything is parallelised, in training mode; on the meta device it costs no memory.
+        dtype: data type of rows and of weights that compute.
+        buckets: whether attention runs on padded buckets, as it does except on CUDA in half precision.
+        ways: ways to measure by module; default: those that a plan may choose.
     """
-    fed = fed_by_trainable(*trainable(model))
-    return {name: _Module(model.modules_by_name[name], fed[name], dtype, buckets).measured(ways) for name in fed}
-
-
-def trainable(model: MultimodalModel) -> tuple[dict[str, bool], list[tuple[str, str]]]:
-    """Which modules have something that trains, in topological order, and the edges between them."""
-    trains = {
-        name: any(p.requires_grad for p in model.modules_by_name[name].parameters()) for name in model.topological()
-    }
-    return trains, [(edge.source, edge.target) for edge in model.edges]
+    activations = {}
+    for name, fed in spec_of(model).fed_by_trainable().items():
+        module = model.modules_by_name[name]
+        of = ways[name] if name in ways else ways_of(len(module.blocks()), {})
+        activations[name] = _Module(module, fed, dtype, buckets).measured(of)
+    return activations
 
 
 class _Module:
-    """Measures one module."""
+    """A measurement of one module."""
 
     def __init__(self, module: Adapter, fed: bool, dtype: torch.dtype, buckets: bool) -> None:
         self.module, self.fed, self.dtype = module, fed, dtype
@@ -86,86 +100,91 @@ class _Module:
         self.known: dict[Any, np.ndarray] = {}
         self.of_attention: dict[Any, np.ndarray] = {}
 
-    def measured(self, ways: Collection[str]) -> Activations:
+    def measured(self, ways: Ways) -> Activations:
         fqns = list(self.module.blocks())
         with FakeTensorMode():
             known = inputs_of(self.module, self.packings[0])
         if known is None:
-            return self._by_formula()
+            return self._by_formula(ways)
         flows = self.fed
-        blocks: dict[str, list[np.ndarray]] = {way: [] for way in (ways if fqns else ("kept",))}
+        measured: dict[str, list[np.ndarray]] = {name: [] for name in ways}
         for i in range(max(1, len(fqns))):
             stage = self._stage(fqns[i : i + 1], first=i == 0, last=i >= len(fqns) - 1)
-            for way, found in blocks.items():
-                found.append(self._block(stage, flows, way))
+            for name, changes in ways.items():
+                measured[name].append(self._block(stage, flows, changes))
             flows = flows or any(p.requires_grad for p in stage.parameters())
-        later = {way: self._later(fqns, way) if flows and len(fqns) > 1 else (0.0, 0.0) for way in blocks}
-        made = {way: _block_bytes(np.stack(found), *later[way]) for way, found in blocks.items()}
+        later = {name: self._later(fqns, of) if flows and len(fqns) > 1 else 0.0 for name, of in ways.items()}
+        blocks = {name: _block_bytes(np.stack(quantities), later[name]) for name, quantities in measured.items()}
         payload = sum(t.nbytes for t in tensors_of(known)) / known.packing.rows
-        return Activations(made, self.row, self._head(fqns), payload)
+        return Activations(blocks, self.row, self._head(fqns), payload)
 
-    def _by_formula(self) -> Activations:
-        """Of Korthikanti et al. (arXiv:2205.05198, section 4.1) with flash attention: 34 bytes of each number of a row
-        at 2 bytes a number; backward needs the gradients of one layer's widest part, of 8, besides.
+    def _by_formula(self, ways: Ways) -> Activations:
+        """Predict the activations by :data:`KEPT`. Gradients of one layer's widest part come on top in backward, those
+        of all matmuls between its halves.
         """
-        blocks = max(1, len(self.module.blocks()))
         flows = self.fed or any(p.requires_grad for p in self.module.parameters())
-        quantities = np.zeros((blocks, 9, len(FEATURES)))
-        quantities[:, :6, 0] = np.array([24 * flows, 10 * flows, 0, 34, 42 * flows, 60 * flows]) / 2 * self.row
-        again = quantities.copy()
-        again[:, :3] = 0
-        made = {way: _block_bytes(again if way == "all" else quantities, way == "all" and self.row) for way in WAYS}
-        return Activations(made, self.row, None, 0.0)
+        blocks, numbers = {}, sum(KEPT)
+        for name, changes in ways.items():
+            moved, kept, row = any(each.moves for each in changes), np.array(KEPT), 0.0
+            for each in changes:
+                kept = each.kept(kept, 1)
+            if changes:  # the input counts as `later`
+                kept, row = kept * (not moved) - [0.0, not moved, 0.0], self.row * (not moved)
+            amounts = [*(flows * kept), numbers, flows * (numbers + 4), flows * (numbers + 13)]
+            quantities = np.zeros((max(1, len(self.module.blocks())), len(amounts), len(FEATURES)))
+            quantities[:, :, 0] = np.array(amounts) * self.row
+            blocks[name] = _block_bytes(quantities, row)
+        return Activations(blocks, self.row, None, 0.0)
 
     def _stage(self, fqns: Sequence[str], *, first: bool, last: bool) -> Adapter:
         return self.module.stage(fqns, first=first, last=last) if fqns else self.module
 
-    def _block(self, stage: Adapter, flows: bool, way: str) -> Float64[np.ndarray, "quantities features"]:
-        """Quantities of a block, in the order of :class:`BlockBytes`; blocks of the same sizes are measured once."""
+    def _block(
+        self, stage: Adapter, flows: bool, changes: tuple[Transform, ...]
+    ) -> Float64[np.ndarray, "quantities features"]:
+        """Return the quantities of a block, in the order of :class:`BlockBytes`; equal blocks are measured once."""
         sizes = tuple(
             (tuple(p.shape), p.requires_grad) for block in stage.blocks().values() for p in block.parameters()
         )
-        attention = (flows, way, sizes)
+        attention = (flows, label(changes), sizes)
         key = (stage.first_stage, stage.last_stage, *attention)
         if key not in self.known:
             packings = self.packings[:1] if attention in self.of_attention else self.packings
-            measured = [self._quantities(stage, lengths, flows, way) for lengths in packings]
-            given, made = np.stack([x for x, _ in measured]), np.array([y for _, y in measured])
-            found = np.zeros((made.shape[1], len(FEATURES)))
-            found[:, 0] = made[0] / given[0, 0]
+            measured = [self._quantities(stage, lengths, flows, changes) for lengths in packings]
+            packed_features, quantities = np.stack([x for x, _ in measured]), np.array([y for _, y in measured])
+            fitted = np.zeros((quantities.shape[1], len(FEATURES)))
+            fitted[:, 0] = quantities[0] / packed_features[0, 0]
             if len(packings) > 1:
                 self.of_attention[attention] = _fitted(
-                    given[1:, 1:KEYS], made[1:] - np.outer(given[1:, 0], found[:, 0])
+                    packed_features[1:, 1:KEYS], quantities[1:] - np.outer(packed_features[1:, 0], fitted[:, 0])
                 )
-            found[:, 1:KEYS] = self.of_attention.get(attention, 0.0)
-            found[:, KEYS:] = self._in_context(flows, way)
-            self.known[key] = found
+            fitted[:, 1:KEYS] = self.of_attention.get(attention, 0.0)
+            fitted[:, KEYS:] = self._in_context(flows, changes)
+            self.known[key] = fitted
         return self.known[key]
 
-    def _in_context(self, flows: bool, way: str) -> Float64[np.ndarray, "quantities context"]:
-        """What context parallelism adds, by what it does: keys and values that are seen are copies of those that are
-        gathered, and there are gradients of both. A mask is made of numbers.
+    def _in_context(self, flows: bool, changes: tuple[Transform, ...]) -> Float64[np.ndarray, "quantities context"]:
+        """Return the bytes that context parallelism adds: visible keys and values are copies of the gathered ones, and
+        both have gradients. A mask is made of numbers.
         """
-        found, width = np.zeros((9, len(FEATURES) - KEYS)), self.module.context_width
-        found[3:5] = [[width, width, 1], [2 * width * flows, width * flows, flows]]
-        found[0, 0], found[2, 2] = np.array([width, 1]) * (flows and way == "kept")
-        return found * self.dtype.itemsize
+        numbers, width = np.zeros((6, len(FEATURES) - KEYS)), self.module.context_width
+        numbers[3:5] = [[width, width, 1], [2 * width * flows, width * flows, flows]]
+        numbers[0, 0], numbers[2, 2] = np.array([width, 1]) * (flows and not changes)
+        return numbers * self.dtype.itemsize
 
-    def _later(self, fqns: Sequence[str], way: str) -> tuple[float, float]:
-        """How many bytes a row more a block keeps that is not the first of a stage: its input, where it needs it, less
-        what it has in common with those before it, such as tables of positions; and of that what stays on the device
-        where blocks are in host memory.
+    def _later(self, fqns: Sequence[str], changes: tuple[Transform, ...]) -> float:
+        """Return the additional bytes per row of a block that is not the first of a stage: its input if it needs one,
+        less what it shares with earlier blocks, such as tables of positions.
         """
         stages = [self._stage(part, first=False, last=False) for part in (fqns[:1], fqns[:2])]
-        found = [self._quantities(stage, self.packings[0], True, way) for stage in stages]
-        one, two = (np.array([sum(x[:3]), sum(x[6:])]) / given[0] for given, x in found)
-        all_, stays = two - 2 * one
-        return float(all_), float(stays)
+        measured = [self._quantities(stage, self.packings[0], True, changes) for stage in stages]
+        one, two = (sum(quantities[:3]) / counts[0] for counts, quantities in measured)
+        return float(two - 2 * one)
 
     def _quantities(
-        self, stage: Adapter, lengths: np.ndarray, flows: bool, way: str
+        self, stage: Adapter, lengths: np.ndarray, flows: bool, changes: tuple[Transform, ...]
     ) -> tuple[Float64[np.ndarray, "features"], list[float]]:
-        """Features of a packing, and what a stage needs for it."""
+        """Return the features of a packing, and the bytes that a stage needs for it."""
         with FakeTensorMode(), ExitStack() as undo:
             inputs = inputs_of(self.module, lengths)
             assert inputs is not None
@@ -175,22 +194,21 @@ class _Module:
             elif isinstance(inputs, GeneratorInputs):
                 rows = {"": torch.empty(int(inputs.rows.sum()), self.module.width, dtype=self.dtype)}
             leaves = [leaf.requires_grad_(flows) for leaf in (hidden, *rows.values()) if leaf is not None]
-            how = WAYS[way]
-            for block in stage.blocks().values():
-                undo.callback(vars(block).update, dict(vars(block)))
-                undo.callback(vars(block).clear)
-            if how is not None:
-                apply_recompute(stage.blocks().values(), how)
+            for part in (part for block in stage.blocks().values() for part in block.modules()):
+                entries = {key: copy(value) for key, value in vars(part).items() if isinstance(value, dict)}
+                undo.callback(_restore, part, dict(vars(part)), entries)
+            site = Site("", ModuleLayout((0,)), torch.device("meta"), list(stage.blocks()), ())
+            for each in changes:
+                each.apply([stage], site)
             stage.compute_dtype = self.dtype
             counted = undo.enter_context(_Counted(self.module, stage))
 
             def work(weights: list[Tensor]) -> list[float]:
-                run = partial(stage, inputs, rows, hidden)
-                found = _whole(run, counted, bool(weights) or flows)
-                split = flows and weights and how is None
-                found.append(_halves(run, counted, leaves, weights) if split else found[-1])
-                apply_offload(stage, stage.blocks().values(), _Nowhere(torch.device("cpu")))
-                return found + (_stays(run, counted) if weights or flows else [0.0] * 3)
+                run, trains = partial(stage, inputs, rows, hidden), bool(weights) or flows
+                if any(each.moves for each in changes):  # what has left cannot go backward
+                    return [*_stays(run, counted), 0.0, 0.0, 0.0] if trains else [0.0] * 6
+                quantities, split = _whole(run, counted, trains), flows and weights and not changes
+                return [*quantities, _halves(run, counted, leaves, weights) if split else quantities[-1]]
 
             return features(inputs.packing), _Fake(stage, self.dtype).do(work)
 
@@ -216,27 +234,36 @@ class _Module:
 
 
 class _Fake(nn.Module):
-    """Gives a module fake weights in ``dtype`` while something is done, backward included."""
+    """A module whose weights are fake ones in ``dtype`` while a function runs, backward included."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, *, learns: bool = True) -> None:
         super().__init__()
         self.module, self.dtype, self.learns = module, dtype, learns
 
     def do(self, work: Callable[[list[Tensor]], list[float]]) -> list[float]:
-        """What ``work`` makes of the weights that train."""
-        made = {fqn: torch.empty(b.shape, dtype=b.dtype) for fqn, b in self.named_buffers()}
+        """Run ``work`` on the weights that train, and return its result."""
+        tensors = {fqn: torch.empty(b.shape, dtype=b.dtype) for fqn, b in self.named_buffers()}
         for fqn, p in self.named_parameters():
-            made[fqn] = torch.empty(p.shape, dtype=self.dtype, requires_grad=p.requires_grad and self.learns)
-        learnt = [w for w in made.values() if w.requires_grad]
-        return torch.func.functional_call(self, made, (partial(work, learnt),))
+            tensors[fqn] = torch.empty(p.shape, dtype=self.dtype, requires_grad=p.requires_grad and self.learns)
+        learnt = [w for w in tensors.values() if w.requires_grad]
+        return torch.func.functional_call(self, tensors, (partial(work, learnt),))
 
     @override
     def forward(self, work: Callable[[], list[float]]) -> list[float]:
         return work()
 
 
+def _restore(part: nn.Module, before: dict[str, Any], entries: dict[str, Any]) -> None:
+    """Give a module its attributes back. Dicts of hooks stay the same objects, as handles of hooks refer to them."""
+    for name, of in entries.items():
+        before[name].clear()
+        before[name].update(of)
+    vars(part).clear()
+    vars(part).update(before)
+
+
 def _whole(run: Callable[[], Any], counted: _Counted, trains: bool) -> list[float]:
-    """What is kept, by kind, and the most in forward and in backward."""
+    """Measure the bytes kept, by kind, and the peaks of forward and of backward."""
     start = counted.reset()
     with torch.set_grad_enabled(trains):
         roots = _roots(run())
@@ -252,25 +279,16 @@ def _whole(run: Callable[[], Any], counted: _Counted, trains: bool) -> list[floa
 
 
 def _stays(run: Callable[[], Any], counted: _Counted) -> list[float]:
-    """What is kept on the device, by kind, where blocks have the rest in host memory."""
+    """Measure the bytes kept on the device, by kind, while the rest is elsewhere."""
     counted.reset()
     roots = _roots(run())
-    found = counted.by_kind()
+    kept = counted.by_kind()
     roots.clear()
-    return found
-
-
-class _Nowhere(HostMemory):
-    """Lets go what leaves: it is the memory of no other device."""
-
-    @override
-    def leave(self, block: SavedBlock) -> None:
-        for memory in block.alive():
-            memory.tensor = torch.empty(0)
+    return kept
 
 
 def _halves(run: Callable[[], Any], counted: _Counted, leaves: Sequence[Tensor], weights: list[Any]) -> float:
-    """What is kept between the halves of a backward, without the gradients of the leaves."""
+    """Measure the bytes kept between the halves of a backward, without the gradients of the leaves."""
     start = counted.reset()
     roots = [(root.edge, root.filled(1.0, torch.device("cpu"))) for root in _roots(run())]
     later = backward.inputs_first(roots, leaves, weights)
@@ -283,11 +301,11 @@ def _halves(run: Callable[[], Any], counted: _Counted, leaves: Sequence[Tensor],
 
 def _roots(out: Any) -> list[Output]:
     out = out if isinstance(out, Tensor) else out.loss_sum
-    return [Output.of(out)] if out.requires_grad else []
+    return [root for root in (Output.of(out),) if root is not None]
 
 
 class _Counted(Allocations):
-    """Knows of all memory how tensor parallelism divides it: see :attr:`BlockBytes.kept`."""
+    """A count of memory by how tensor parallelism divides it, see :attr:`BlockBytes.kept`."""
 
     def __init__(self, module: Adapter, stage: nn.Module) -> None:
         super().__init__()
@@ -309,12 +327,12 @@ class _Counted(Allocations):
             hook.remove()
 
     def reset(self) -> int:
-        """Forget the most; bytes that are counted now."""
+        """Reset the peak to the bytes counted now, and return these."""
         self.most = self.now
         return self.now
 
     def by_kind(self) -> list[float]:
-        """Bytes inside columns, between them, and of inputs of columns."""
+        """Return the bytes inside columns, between them, and of inputs of columns."""
         kinds = [0.0, 0.0, 0.0]
         for key, size in self._sizes.items():
             kinds[0 if key in self._inside else 2 if key in self._whole else 1] += size
@@ -343,37 +361,38 @@ def _keys(values: Any) -> set[int]:
     return {x.untyped_storage()._cdata for x in tree_leaves(values) if isinstance(x, Tensor)}
 
 
-def _block_bytes(
-    quantities: Float64[np.ndarray, "blocks quantities features"], later: float, stays_later: float = 0.0
-) -> BlockBytes:
-    """Of quantities in the order of the fields."""
-    kept, stays = (quantities[:, part].swapaxes(0, 1) for part in (slice(3), slice(6, 9)))
-    return BlockBytes(kept, later, quantities[:, 3], quantities[:, 4], quantities[:, 5], stays, stays_later)
+def _block_bytes(quantities: Float64[np.ndarray, "blocks quantities features"], later: float) -> BlockBytes:
+    """Build :class:`BlockBytes` from quantities in the order of its fields."""
+    return BlockBytes(quantities[:, :3].swapaxes(0, 1), later, *(quantities[:, i] for i in (3, 4, 5)))
 
 
 def _fitted(
     given: Float64[np.ndarray, "packings _features"], measured: Float64[np.ndarray, "packings quantities"]
 ) -> Any:
-    """Bytes per feature, ``[quantities, features]``."""
+    """Fit bytes per feature, ``[quantities, features]``."""
     scale = np.maximum(given.max(axis=0), 1.0)
-    found: np.ndarray = np.linalg.lstsq(given / scale, measured, rcond=None)[0] / scale[:, None]
-    return found.T
+    coefficients: np.ndarray = np.linalg.lstsq(given / scale, measured, rcond=None)[0] / scale[:, None]
+    return coefficients.T
 
 
 def _packings(module: Adapter) -> Iterator[np.ndarray]:
-    """Lengths of packings that tell :data:`FEATURES` apart: unmoved, moved, and two with other shares of padding."""
+    """Yield lengths of packings that tell :data:`FEATURES` apart: unmoved, moved, and two with different shares of
+    padding.
+    """
     for lengths in ((4,), (4, 2), (4, 3), (8, 6)):
         yield np.resize(np.array(lengths) * unit_of(module), ROWS // (unit_of(module) * max(lengths)))
 
 
 def unit_of(module: Adapter) -> int:
-    """What lengths are multiples of: rows of two by two cells of the patches that are merged."""
+    """Return the unit of lengths: rows of two by two cells of merged patches."""
     patches = getattr(module.backbone, "processor", None) if isinstance(module, Encoder) else None
     return 4 * patches.merge**2 if isinstance(patches, ImagePatches) else 16
 
 
 def inputs_of(module: Adapter, lengths: np.ndarray) -> EncoderInputs | GeneratorInputs | SequenceInputs | None:
-    """What a module takes with units of these lengths, multiples of :func:`unit_of`; None where that is not known."""
+    """Make a module's inputs with units of these lengths, multiples of :func:`unit_of`; return None if its inputs are
+    unknown.
+    """
     packing, rows = Packing.of(lengths), int(lengths.sum())
     if isinstance(module, CausalLM):
         ids = torch.zeros(rows, dtype=torch.int64)
@@ -386,13 +405,13 @@ def inputs_of(module: Adapter, lengths: np.ndarray) -> EncoderInputs | Generator
         values = torch.empty(shape)
         return GeneratorInputs(values, values.clone(), torch.empty(len(lengths)), sizes, ones, packing, slots=slots)
     if isinstance(module, Encoder) and isinstance(module.backbone, Backbone):
-        given = module.backbone.processor
-        if isinstance(given, MelFrames):
-            sizes, shape = 2 * lengths[:, None], (2 * rows, given.n_mels)
-        elif isinstance(given, ImagePatches):
-            side = 2 * given.merge
+        processor = module.backbone.processor
+        if isinstance(processor, MelFrames):
+            sizes, shape = 2 * lengths[:, None], (2 * rows, processor.n_mels)
+        elif isinstance(processor, ImagePatches):
+            side = 2 * processor.merge
             sizes = np.stack([np.full_like(lengths, side), lengths // side], axis=1)
-            shape = (rows, given.channels * given.patch_size**2)
+            shape = (rows, processor.channels * processor.patch_size**2)
         else:
             return None
         return EncoderInputs(torch.empty(shape), sizes, module.backbone.output_rows(sizes), packing)

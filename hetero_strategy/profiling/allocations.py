@@ -1,4 +1,4 @@
-"""Counts the memory of tensors as operators make them, real or fake."""
+"""Counter of the memory of tensors as operators make them, real or fake."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hetero_strategy.parallelize.gradients import local
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the memory of tensors that operators make while it is entered, until it is freed.
+    """A counter of the memory of tensors that operators make while it is entered, until the memory is freed.
 
-    Fake tensors count with the memory that they stand for.
+    Fake tensors count with the memory that they represent.
 
     Args:
-        before: what is there already.
+        before: tensors that exist already.
     """
 
     def __init__(self, before: Iterable[torch.Tensor] = ()) -> None:
@@ -47,19 +47,19 @@ class Allocations(TorchDispatchMode):
         super().__exit__(*raised)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given: set[int] | None = None
-        for tensor in _tensors(made):
+        results = func(*args, **(kwargs or {}))
+        inputs: set[int] | None = None
+        for tensor in _tensors(results):
             storage = local(tensor).untyped_storage()
             key = storage._cdata
             if key in self._sizes:
                 continue
-            if given is None:
-                given = {local(x).untyped_storage()._cdata for x in _tensors((args, kwargs))}
-            if key not in given:  # otherwise the result is a view, or the tensor itself
+            if inputs is None:
+                inputs = {local(x).untyped_storage()._cdata for x in _tensors((args, kwargs))}
+            if key not in inputs:  # otherwise the result is a view, or the tensor itself
                 self._count(storage)
-                self._made(key, given)
-        return made
+                self._made(key, inputs)
+        return results
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._sizes:
@@ -68,7 +68,7 @@ class Allocations(TorchDispatchMode):
             weakref.finalize(storage, self._freed, storage._cdata)
 
     def _made(self, key: int, given: Iterable[int]) -> None:
-        """Note where memory came from."""
+        """Note the origin of new memory."""
 
     def _changed(self, key: int, size: int) -> None:
         if key in self._sizes:

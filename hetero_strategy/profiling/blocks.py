@@ -1,8 +1,8 @@
 """Seconds of a model's blocks, measured on the device at hand and fitted to lines.
 
 A stage of one block runs forward and backward, whole and in two halves as the runtime splits it, on packings of the
-units of real global batches. A shard of tensor parallelism is measured alone, in a world in which nobody else is: its
-collectives cost nothing, and ``planner.times`` adds them. Of a module's blocks that are alike one is measured.
+units of real global batches. A tensor-parallel shard is measured in a world without other processes: its collectives
+cost nothing, and ``simulator.cost_model`` adds them. Of a module's equal blocks only one is measured.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.layout.fake import fake_world
+from hetero_strategy.layout.registry import fake_world
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.generator import GeneratorInputs
 from hetero_strategy.model.inputs import SequenceInputs, tensors_of
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.model.random_numbers import random_state_kept
+from hetero_strategy.model.read_spec import spec_of
 from hetero_strategy.plan.step_plan import StepMetadata
-from hetero_strategy.planner.layers import fed_by_trainable
-from hetero_strategy.planner.times import NOTHING, BlockSeconds, Line, ModuleSeconds
-from hetero_strategy.profiling.activations import inputs_of, trainable, unit_of
-from hetero_strategy.profiling.device import T, clocked, relative_fit
+from hetero_strategy.profiling.activations import inputs_of, unit_of
+from hetero_strategy.profiling.device import T, clocked
 from hetero_strategy.runtime import backward
+from hetero_strategy.simulator.cost_model import NOTHING, BlockSeconds, ModuleSeconds, fit
 
 MOST_ROWS = 16384
-"""Of a packing."""
+"""Most rows of a packing."""
 PARTS = (1 / 3, 1)
-"""Rows of packings, of the most."""
+"""Rows of packings, as shares of the most."""
 ROUNDS = (2, 5)
-"""Times that every packing is run, in turns, after one to warm up, at least and at most; the median counts, as a step
-has usual ones. Where seconds are few, packings as large as microbatches tell more than more rounds of small ones.
+"""Fewest and most timed runs of every packing, in turns, after one to warm up. The median counts, since a step is made
+of usual runs. If time is short, packings as large as microbatches tell more than further rounds of small ones.
 """
 CACHES = 2**26
-"""Bytes that are written before every measurement, more than most caches hold."""
+"""Bytes written before every measurement, more than most caches hold."""
 SECONDS = 2.0
-"""Of measuring a kind of block, about: it limits the rows of packings."""
+"""Seconds to spend on measuring a kind of block, about; limits the rows of packings."""
 Progress = Callable[[int, int, str], None]
-"""(kinds of blocks measured, kinds to measure, what is next)."""
+"""(kinds of blocks measured, kinds to measure, name of the next)."""
 
 
 class Fit(NamedTuple):
-    """How far a module's lines are from what was measured, as shares of it."""
+    """The relative errors of a module's lines against its measurements."""
 
     median: float
     worst: float
@@ -61,14 +61,14 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True)
 class Profiled:
-    """What was measured of a model on a device."""
+    """The measured seconds of a model's blocks on a device, and the errors of the fits."""
 
     modules: Mapping[str, ModuleSeconds]
     fits: Mapping[str, Fit]
 
 
 class _Task(NamedTuple):
-    """A block that is measured for all that are like it."""
+    """A block that is measured for all equal blocks."""
 
     module: str
     tp: int
@@ -87,46 +87,46 @@ def profile(
     seconds: float = SECONDS,
     progress: Progress | None = None,
 ) -> Profiled:
-    """Measure all blocks of a model, but of modules of which the batches have no unit, and of those whose inputs are
-    not known, such as a backbone of your own.
+    """Measure all blocks of a model, except of modules without units in the batches, and of modules with unknown
+    inputs, such as a user's own backbone.
 
     Args:
-        model: as built, before anything is parallelised, in training mode; it stays as it is.
+        model: model as built, before anything is parallelised, in training mode; it is not changed.
         batches: global batches, whose units are packed.
-        device: where blocks run; one of them at a time has values there.
-        dtype: of rows and of weights that compute.
-        tp: ranks of tensor parallelism, of which each module takes those that divide it. More than 1 is measured in a
-            process without a process group.
-        seconds: of measuring a kind of block, about.
+        device: device on which blocks run; one block at a time has values there.
+        dtype: data type of rows and of weights that compute.
+        tp: degrees of tensor parallelism; each module uses those that divide it. Measuring more than 1 needs a process
+            without a process group.
+        seconds: time to spend on measuring a kind of block, about.
 
     Raises:
-        ConfigError: ``tp`` above 1 where a process group exists.
+        ConfigError: ``tp`` is above 1 and a process group exists.
     """
     if max(tp) > 1 and dist.is_initialized():
         raise ConfigError("profile: this process has a process group; measure tp > 1 in a process of its own")
-    alike: dict[Any, _Task] = {}
+    firsts: dict[Any, _Task] = {}
     tasks: dict[_Task, Any] = {}
     for task in _tasks(model, batches, sorted({1, *tp})):
         tasks[task] = key = _sizes(model.modules_by_name[task.module], task)
-        alike.setdefault(key, task)
-    found: dict[Any, tuple[BlockSeconds, np.ndarray]] = {}
-    for i, (key, task) in enumerate(alike.items()):
+        firsts.setdefault(key, task)
+    measurements: dict[Any, tuple[BlockSeconds, np.ndarray]] = {}
+    for i, (key, task) in enumerate(firsts.items()):
         if progress is not None:
-            progress(i, len(alike), f"{task.module}, block {task.number}, tp {task.tp}")
+            progress(i, len(firsts), f"{task.module}, block {task.number}, tp {task.tp}")
         with fake_world(0, task.tp) if task.tp > 1 else nullcontext(), random_state_kept(device):
             measured = _Block(model.modules_by_name[task.module], task, batches, device, dtype).measured(seconds)
-        found[key] = measured
+        measurements[key] = measured
     modules: dict[str, dict[int, list[BlockSeconds]]] = {task.module: {} for task in tasks}
     errors: dict[str, list[np.ndarray]] = {name: [] for name in modules}
     for task, key in tasks.items():
-        modules[task.module].setdefault(task.tp, []).append(found[key][0])
-        errors[task.module].append(found[key][1])
+        modules[task.module].setdefault(task.tp, []).append(measurements[key][0])
+        errors[task.module].append(measurements[key][1])
     fits = {name: Fit(*(float(f(np.concatenate(e))) for f in (np.median, np.max))) for name, e in errors.items()}
     return Profiled(modules, fits)
 
 
 def _tasks(model: MultimodalModel, batches: Sequence[StepMetadata], degrees: Sequence[int]) -> Iterator[_Task]:
-    fed = fed_by_trainable(*trainable(model))
+    fed = spec_of(model).fed_by_trainable()
     for name in fed:
         module = model.modules_by_name[name]
         if inputs_of(module, np.array([unit_of(module)])) is None or not len(lengths_of(name, module, batches)):
@@ -141,7 +141,7 @@ def _tasks(model: MultimodalModel, batches: Sequence[StepMetadata], degrees: Seq
 
 
 def _stage(module: Adapter, number: int) -> Adapter:
-    """One block, and what lies beside it at the ends; the whole module where it has no blocks."""
+    """Return one block with the layers around it at the ends, or the whole module if it has no blocks."""
     fqns = list(module.blocks())
     if not fqns:
         return module
@@ -149,7 +149,7 @@ def _stage(module: Adapter, number: int) -> Adapter:
 
 
 def _sizes(module: Adapter, task: _Task) -> Any:
-    """What a block's seconds depend on."""
+    """Return a key of all that a block's seconds depend on."""
     stage = _stage(module, task.number)
     blocks = stage.blocks()
     names = {fqn: fqn.replace(f"{block}.", "block.") for block in blocks for fqn, _ in stage.named_parameters()}
@@ -161,7 +161,7 @@ def _sizes(module: Adapter, task: _Task) -> Any:
 
 
 class _Run(NamedTuple):
-    """A packing, as a stage takes it."""
+    """A packing as inputs of a stage."""
 
     inputs: Any
     rows: dict[Any, Tensor]
@@ -169,7 +169,7 @@ class _Run(NamedTuple):
 
 
 class _Block:
-    """Measures one block."""
+    """A measurement of one block."""
 
     def __init__(
         self, module: Adapter, task: _Task, batches: Sequence[StepMetadata], device: torch.device, dtype: torch.dtype
@@ -183,7 +183,7 @@ class _Block:
         self.lengths = -(-lengths // unit) * unit
 
     def _made(self, task: _Task) -> Adapter:
-        """The stage alone, with values on the device."""
+        """Make the stage alone, with values on the device."""
         original = self.module.meta_copy()
         stage: Adapter = copy.deepcopy(_stage(self.module, task.number), {id(original): original})
         stage.train()
@@ -201,18 +201,18 @@ class _Block:
         return stage
 
     def measured(self, budget: float) -> tuple[BlockSeconds, Float64[np.ndarray, "points"]]:
-        """Lines, and how far each measured point is from them."""
+        """Return the fitted lines, and the relative error of each measured point."""
         most, count = self._affordable(budget)
         packed = list(packings(self.lengths, most))
         runs = [self._run(lengths) for lengths in packed]
         rounds = [[self._seconds(run) for run in runs] for _ in range(1 + count)][1:]
         seconds = np.median(rounds, axis=0)
-        given = np.array([[1.0, n.sum(), (n * n).sum()] for n in map(np.float64, packed)])
-        lines, errors = zip(*(fit(given, own) for own in seconds.T), strict=True)
+        terms = np.array([[1.0, n.sum(), (n * n).sum()] for n in map(np.float64, packed)])
+        lines, errors = zip(*(fit(terms, own) for own in seconds.T), strict=True)
         return BlockSeconds(*lines), np.stack(errors)[[line != NOTHING for line in lines]].ravel()
 
     def _affordable(self, budget: float) -> tuple[float, int]:
-        """Rows of the largest packing, and rounds."""
+        """Return the rows of the largest packing, and the number of rounds."""
         rows = min(256.0, float(self.lengths.sum()))
         probe = self._run(np.resize(self.lengths, max(1, round(rows / self.lengths.mean()))))
         for _ in range(2):
@@ -245,7 +245,7 @@ class _Block:
         )
 
     def _seconds(self, run: _Run) -> tuple[float, float, float, float]:
-        """Of a forward, of a whole backward, and of its halves for the rows and for the weights."""
+        """Time a forward, a whole backward, and its halves for the rows and for the weights."""
         weights: list[Any] = [p for p in self.stage.parameters() if p.requires_grad]
         leaves = [leaf for leaf in (*run.rows.values(), run.hidden) if leaf is not None and self.flows]
         for leaf in leaves:
@@ -262,7 +262,7 @@ class _Block:
         return forward, whole, half, self._clocked(later)[0]
 
     def _clocked(self, work: Callable[[], T]) -> tuple[float, T]:
-        """Seconds of it, and what it returns; no cache holds its weights, as where other blocks ran before."""
+        """Time some work and return its result, with cold caches, as if other blocks had run before."""
         self.cold.zero_()
         return clocked(self.device, work)
 
@@ -274,34 +274,24 @@ class _Block:
 
 
 def labelled_share(batches: Sequence[StepMetadata]) -> float:
-    """Share of a language model's rows that have a label."""
+    """Return the share of a language model's rows that have a label."""
     return sum(int(b.labels.sum()) for b in batches) / max(1, sum(int(b.tokens.sum()) for b in batches))
 
 
 def lengths_of(name: str, module: Adapter, batches: Sequence[StepMetadata]) -> Int64[np.ndarray, "units"]:
-    """Rows of each of a module's units that has any."""
+    """Return the rows of each of a module's units that has any."""
     lengths = np.concatenate([b.tokens if module.kind.samplewise else b.items[name].inner_rows for b in batches])
     return lengths[lengths > 0]
 
 
 def thirds(lengths: Int64[np.ndarray, "units"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The short ones, all as they come, and the long ones."""
+    """Return the shortest third, all units in their order, and the longest third."""
     ascending, third = np.sort(lengths), max(1, len(lengths) // 3)
     return ascending[:third], lengths, ascending[-third:]
 
 
 def packings(lengths: Int64[np.ndarray, "units"], most: float) -> Iterator[Int64[np.ndarray, "packed"]]:
-    """Packings of up to ``most`` rows: of short units, of units as they come, and of long ones."""
-    for given in thirds(lengths):
-        for count in sorted({max(1, round(part * most / given.mean())) for part in PARTS} | {1}):
-            yield np.resize(given, count)
-
-
-def fit(
-    given: Float64[np.ndarray, "points 3"], seconds: Float64[np.ndarray, "points"]
-) -> tuple[Line, Float64[np.ndarray, "points"]]:
-    """The line with the least squared relative errors, of figures that are not negative, and these errors."""
-    if not seconds.any():
-        return NOTHING, np.zeros(len(seconds))
-    found, errors = relative_fit(given, np.maximum(seconds, 1e-9))
-    return Line(*found), errors
+    """Yield packings of up to ``most`` rows: of short units, of units in their order, and of long ones."""
+    for units in thirds(lengths):
+        for count in sorted({max(1, round(part * most / units.mean())) for part in PARTS} | {1}):
+            yield np.resize(units, count)

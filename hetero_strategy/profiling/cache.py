@@ -1,4 +1,4 @@
-"""What was measured of models, kept on disk by what it is of: what was measured before is not measured again."""
+"""Cache of measurements on disk, keyed by all that they depend on, so that none is repeated."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,17 +24,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hetero_strategy
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.layout.fake import fake_world
+from hetero_strategy.layout.registry import fake_world
 from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.model.spec import ModelSpec
+from hetero_strategy.parallelize.transforms import Transforms
 from hetero_strategy.plan.step_plan import StepMetadata
-from hetero_strategy.planner.activations import Activations, BlockBytes, Head, HeadBytes
-from hetero_strategy.planner.cluster import Cluster
-from hetero_strategy.planner.given import Given
-from hetero_strategy.planner.hardware import known_device
-from hetero_strategy.planner.memory import CPU, CUDA, MemoryModel
-from hetero_strategy.planner.shape import ModelShape
-from hetero_strategy.planner.times import BlockSeconds, Line, Precision
-from hetero_strategy.profiling.activations import DTYPES, MATMULS, WAYS, activations_of
+from hetero_strategy.profiling.activations import DTYPES, activations_of, ways_of
 from hetero_strategy.profiling.blocks import (
     MOST_ROWS,
     SECONDS,
@@ -46,6 +42,11 @@ from hetero_strategy.profiling.blocks import (
     thirds,
 )
 from hetero_strategy.profiling.device import cores_of_node, sharding, with_optimizer
+from hetero_strategy.profiling.memory import CPU, CUDA, MemoryModel
+from hetero_strategy.profiling.stage_memory import Activations, BlockBytes, Head, HeadBytes
+from hetero_strategy.simulator.cluster import Cluster
+from hetero_strategy.simulator.cost_model import BlockSeconds, Line, Precision
+from hetero_strategy.simulator.hardware import known_device
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -61,17 +62,18 @@ def profile_on(
     seconds: float = SECONDS,
     progress: Progress | None = None,
 ) -> tuple[Profiled, Cluster]:
-    """Seconds of all blocks on this machine's device, measured now or before, and the cluster with what it reaches.
+    """Measure all blocks on this machine's device, or load them, and add measured figures to the cluster.
 
-    That is the memory bandwidth of the optimizer and, of processors, how many cores the ranks of a node share and what
-    sharding costs them, unless a process group exists, whose ranks measure that together. Blocks run on one thread,
-    whose time alone is counted there.
+    The figures are the optimizer's memory bandwidth and, for processors, how many cores the ranks of a node share and
+    the cost of sharding, unless a process group exists, whose ranks measure those together. Blocks run on one thread,
+    whose time alone counts.
 
     Args:
-        tp: of which those count that a node has ranks for; the rest as for :func:`profile`.
+        tp: degrees of tensor parallelism; those above the ranks of a node are skipped. Remaining arguments as for
+            :func:`profile`.
 
     Raises:
-        ConfigError: the cluster's device is not here; or see :func:`profile`.
+        ConfigError: this machine lacks the cluster's device; or see :func:`profile`.
     """
     name, threads = cluster.device.name, torch.get_num_threads()
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else "none but processor cores"
@@ -85,51 +87,56 @@ def profile_on(
     measure = partial(profile, model, batches, device, dtype, tp=degrees, seconds=seconds, progress=progress)
     torch.set_num_threads(1)
     try:
-        found = cached(measure, seconds_of(model, device, dtype, degrees, batches, seconds), _profiled)
+        profiled = cached(measure, seconds_of(model, device, dtype, degrees, batches, seconds), _profiled)
         reached = with_optimizer(cluster.device, device)
         if name == "cpu" and not dist.is_initialized():
             with fake_world(0, 2):
                 reached = replace(reached, sharding=sharding(init_device_mesh("cpu", (2,))))
-        cluster = cluster.changed(device=reached)
+        cluster = replace(cluster, device=reached)
     finally:
         torch.set_num_threads(threads)
-    given = name != "cpu" or cluster.shares_cores
-    return found, cluster if given else cluster.changed(cores_per_node=cores_of_node())
+    has_cores = name != "cpu" or cluster.shares_cores
+    return profiled, cluster if has_cores else replace(cluster, cores_per_node=cores_of_node())
 
 
 def memory_model(
     model: MultimodalModel,
-    shape: ModelShape,
-    cluster: Cluster,
+    shape: ModelSpec,
+    device: str,
     precision: Precision,
-    given: Given = Given(),  # noqa: B008
+    transforms: Transforms = MappingProxyType({}),
+    *,
+    accumulates: bool = False,
 ) -> MemoryModel:
-    """What predicts the memory of steps on a cluster's devices, none of which is needed here.
+    """Build the predictor of the memory of steps on a kind of device, which is not needed here.
 
     Args:
-        model: as for :func:`activations_of`, which measures it now unless it did before.
-        given: what a person says of the run.
+        model: model for :func:`activations_of`, which measures it unless a measurement is cached.
+        device: name of the device; all but ``cpu`` are alike.
+        transforms: transforms that the user gave.
+        accumulates: whether an optimizer step has several batches.
     """
-    on_cpu = cluster.device.name == "cpu"
+    on_cpu = device == "cpu"
     dtype, buckets = DTYPES[precision.compute], on_cpu or precision.compute > 2
-    keeps = any(how.keeps_matmuls for how in given.recompute.values())
-    ways = [way for way in WAYS if keeps or way != MATMULS]
-    of = {**structure(model), "activations": ways, "dtype": str(dtype), "buckets": buckets}
+    ways = {name: ways_of(len(m.blocks()), transforms.get(name, {})) for name, m in model.modules_by_name.items()}
+    changes = (each for by_label in ways.values() for way in by_label.values() for each in way)
+    known = {"activations": {name: [*of] for name, of in ways.items()}, "changes": _code(map(type, changes))}
+    of = {**structure(model), **known, "dtype": str(dtype), "buckets": buckets}
     activations = cached(lambda: activations_of(model, dtype, buckets=buckets, ways=ways), of, _activations)
     allocator = replace(CPU if on_cpu else CUDA, buckets=buckets)
-    return MemoryModel(shape, activations, precision, allocator, given.accumulated > 1)
+    return MemoryModel(shape, activations, precision, allocator, accumulates)
 
 
 def cached(make: Callable[[], Result], of: Mapping[str, Any], read: Callable[[Any], Result]) -> Result:
-    """What was measured before of the same things; else what ``make`` measures now, which is kept.
+    """Load a cached measurement with the same key; otherwise run ``make`` and store its result.
 
-    The file is in ``$XDG_CACHE_HOME/hetero_strategy/profiles`` (default ``~/.cache``). A damaged one is made again, and
-    where none can be written a line in the log says so.
+    The file is in ``$XDG_CACHE_HOME/hetero_strategy/profiles`` (default ``~/.cache``). A damaged file is written again;
+    if the folder is not writable, the log says so.
 
     Args:
-        of: all that the measurement depends on, in values that JSON knows.
-        read: makes of JSON's values again what ``make`` returns: dataclasses, whose fields are there by name, named
-            tuples, as lists, and arrays, as lists of lists.
+        of: all that the measurement depends on, in JSON values.
+        read: restores the result of ``make`` from JSON values: dataclasses are objects, named tuples are lists, arrays
+            are lists of lists.
     """
     file = folder() / f"{digest(of)}.json"
     try:
@@ -148,12 +155,12 @@ def cached(make: Callable[[], Result], of: Mapping[str, Any], read: Callable[[An
 
 
 def folder() -> Path:
-    """Where profiles are kept."""
+    """Return the folder of profiles."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetero_strategy" / "profiles"
 
 
 def digest(of: Mapping[str, Any]) -> str:
-    """Name of what was measured of these things."""
+    """Hash the key of a measurement."""
     return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -165,8 +172,8 @@ def seconds_of(
     batches: Sequence[StepMetadata],
     seconds: float,
 ) -> dict[str, Any]:
-    """What tells profiles apart: the model, the dtype and degrees, the device with its threads, about which data was
-    packed, and for how long blocks were measured. How busy the machine was is not in it.
+    """Return the key of a profile: the model, the dtype and degrees, the device with its threads, coarse sizes of the
+    packed data, and the measuring time. The load of the machine is not part of it.
     """
     cuda, of = device.type == "cuda", structure(model)
     return {
@@ -181,8 +188,8 @@ def seconds_of(
 
 
 def _sizes(name: str, model: MultimodalModel, batches: Sequence[StepMetadata]) -> list[int]:
-    """Of a module's units, so coarse that other batches of the same data are mostly the same: steps of a doubling of
-    all rows, up to what is packed, and of half a doubling of mean lengths.
+    """Return coarse sizes of a module's units, which mostly agree for batches of the same data: steps of a doubling of
+    all rows, up to the packed rows, and of half a doubling of mean lengths.
     """
     lengths = lengths_of(name, model.modules_by_name[name], batches)
     if not len(lengths):
@@ -192,7 +199,7 @@ def _sizes(name: str, model: MultimodalModel, batches: Sequence[StepMetadata]) -
 
 
 def structure(model: MultimodalModel) -> dict[str, Any]:
-    """Modules with their sizes, and the code that runs them: that of their classes and all of this package."""
+    """Describe the modules with their sizes, and the code that runs them: of their classes and all of this package."""
     modules = {
         name: {
             "parts": [[fqn, *_part(part)] for fqn, part in module.named_modules()],
@@ -200,37 +207,42 @@ def structure(model: MultimodalModel) -> dict[str, Any]:
         }
         for name, module in model.modules_by_name.items()
     }
-    homes = (sys.modules.get(type(part).__module__) for part in model.modules())
-    files = {file for home in homes if (file := getattr(home, "__file__", None)) and Path(file).exists()}
     return {
         "modules": modules,
         "edges": [[edge.source, edge.target] for edge in model.edges],
-        "code": [_package(), *(_content(file) for file in sorted(files))],
+        "code": [_package(), *_code(map(type, model.modules()))],
         "versions": [torch.__version__],
     }
 
 
+def _code(classes: Iterable[type]) -> list[str]:
+    """Hash the files of some classes."""
+    homes = (sys.modules.get(each.__module__) for each in classes)
+    files = {file for home in homes if (file := getattr(home, "__file__", None)) and Path(file).exists()}
+    return [_content(file) for file in sorted(files)]
+
+
 @cache
 def _package() -> str:
-    """Of the files of this package."""
+    """Hash the files of this package."""
     files = sorted(map(str, Path(str(hetero_strategy.__file__)).parent.rglob("*.py")))
     return hashlib.sha256("".join(map(_content, files)).encode()).hexdigest()
 
 
 @cache
 def _content(file: str) -> str:
-    """Of a file as it was when it was first asked for: so it was imported."""
+    """Hash a file as it was at the first call, that is, as it was imported."""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def _part(part: nn.Module) -> tuple[str, dict[str, Any]]:
-    """Class of a layer, and the plain values that it holds, such as its number of heads."""
+    """Return the class of a layer, and its plain values, such as its number of heads."""
     values = {key: value for key, value in vars(part).items() if isinstance(value, (bool, int, float, str))}
     return f"{type(part).__module__}.{type(part).__qualname__}", values | {"training": True}
 
 
 def _processor() -> str:
-    """Name of this machine's processor, as Linux tells it."""
+    """Return the name of this machine's processor, as reported by Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -239,7 +251,7 @@ def _processor() -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Of an array or a dataclass what JSON knows."""
+    """Convert an array or a dataclass to JSON values."""
     return value.tolist() if isinstance(value, np.ndarray) else vars(value)
 
 
@@ -255,11 +267,11 @@ def _profiled(data: Any) -> Profiled:
 
 def _activations(data: Any) -> dict[str, Activations]:
     for of in data.values():
-        of["blocks"] = {way: BlockBytes(**_each(np.array, of)) for way, of in of["blocks"].items()}
+        of["blocks"] = {name: BlockBytes(**_each(np.array, one)) for name, one in of["blocks"].items()}
         of["head"] = of["head"] and Head(**_each(lambda line: HeadBytes(*line), of["head"]))
     return {name: Activations(**of) for name, of in data.items()}
 
 
 def _each(make: Callable[[list[Any]], Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields of which lists are made something else."""
+    """Convert the fields that are lists."""
     return {key: make(value) if isinstance(value, list) else value for key, value in fields.items()}

@@ -1,4 +1,4 @@
-"""What optimizers and links reach on the devices at hand, measured."""
+"""Measured figures of optimizers and links on the devices at hand."""
 
 from __future__ import annotations
 
@@ -13,49 +13,47 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float64
-from scipy.optimize import nnls
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hetero_strategy.planner.cluster import NO_SHARDING, Cluster, CollectiveKind, Device, NodePool, OwnWork, Sharding
-from hetero_strategy.planner.hardware import DEVICES
-from hetero_strategy.planner.times import ADAM_BYTES
-from hetero_strategy.simulator.links import Links
+from hetero_strategy.simulator.cluster import NO_SHARDING, Cluster, CollectiveKind, Device, Links, OwnWork, Sharding
+from hetero_strategy.simulator.cost_model import ADAM_BYTES, relative_fit
+from hetero_strategy.simulator.hardware import DEVICES
 
 T = TypeVar("T")
 PARAMETERS, TENSORS = 2**20, 16
-"""That an optimizer steps on, and in how many tensors they are."""
+"""Parameters of the measured optimizer step, and the number of tensors that hold them."""
 COLLECTIVES: tuple[CollectiveKind, ...] = ("all-gather", "reduce-scatter", "all-reduce")
 MESSAGE = "message"
 SIZES = (2**12, 2**16, 2**20, 2**22)
-"""Bytes of messages, of the whole over all ranks."""
+"""Bytes of messages, counting the whole over all ranks."""
 ROUNDS = 9
 BLOCKS, SHARDED = 4, (2**16, 2**23)
-"""Blocks that are sharded, and the bytes of each."""
+"""Number of sharded blocks, and the bytes of each."""
 
 
 class LinkTime(NamedTuple):
-    """What one kind of collective took at one size, on the slowest rank."""
+    """A measured time of one kind of collective at one size, on the slowest rank."""
 
     kind: str
     size: int
     seconds: float
     hops: float
-    """Latencies in it, by the formula of ``Cluster.collective``."""
+    """Number of latencies in it, by the formula of ``Cluster.collective``."""
     received: float
     """Bytes that a rank receives."""
     processor: float = 0.0
-    """Seconds that a rank's process works for it, the threads of its backend included, on average."""
+    """Seconds that a rank's process works for it, including the threads of its backend, on average."""
 
 
 def cores_of_node() -> int:
-    """Cores of this machine that a run may use: those of its job, where SLURM gives each task some of them."""
+    """Count the cores of this machine that a run may use: its job's, if SLURM gives each task some of them."""
     return int(os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0)))
 
 
 def with_optimizer(device: Device, on: torch.device) -> Device:
-    """The same with the memory bandwidth that AdamW's fused step on fp32 parameters reaches."""
+    """Return the device with the memory bandwidth that AdamW's fused step on fp32 parameters reaches."""
     tensors = [torch.zeros(PARAMETERS // TENSORS, device=on, requires_grad=True) for _ in range(TENSORS)]
     for tensor in tensors:
         tensor.grad = torch.ones_like(tensor)
@@ -65,38 +63,43 @@ def with_optimizer(device: Device, on: torch.device) -> Device:
 
 
 class Communication(NamedTuple):
-    """What all ranks of a node measure together."""
+    """The figures that all ranks of a node measure together."""
 
     links: Links
-    """Of messages."""
+    """Links of messages."""
     collectives: Mapping[CollectiveKind, Links]
     processor: Mapping[CollectiveKind, Links]
-    """See :class:`NodePool`."""
+    """Processor time of collectives, see :class:`Cluster`."""
     sharding: Sharding = NO_SHARDING
-    """What sharded parameters take beside collectives."""
+    """Time of sharded parameters besides collectives."""
     working: Sharding | None = None
-    """See :class:`NodePool`."""
+    """Processor time of sharded parameters, see :class:`Cluster`."""
 
     def on(self, cluster: Cluster) -> Cluster:
-        """The cluster with these figures."""
+        """Return the cluster with these figures."""
         device = replace(cluster.device, sharding=self.sharding)
-        own = {"collectives": self.collectives, "processor": self.processor, "working": self.working}
-        return cluster.linked(self.links).changed(device=device, **own)
+        return replace(
+            cluster.linked(self.links),
+            device=device,
+            collectives=self.collectives,
+            processor=self.processor,
+            working=self.working,
+        )
 
 
-def communication(device: torch.device, *, shards: bool = True) -> Communication:
-    """Measure links and, on processors, where ``shards``, what sharding takes. A collective of all ranks."""
+def communication(device: torch.device) -> Communication:
+    """Measure links and, on CPUs, the time that sharding takes. A collective of all ranks."""
     reached, ranks = fit_communication(link_times(device)), dist.get_world_size()
-    if device.type == "cuda" or not shards:
+    if device.type == "cuda":
         return reached
-    ring = reached.on(Cluster((NodePool(DEVICES["cpu"], 1, ranks, reached.links),), reached.links))
+    ring = reached.on(Cluster(DEVICES["cpu"], 1, ranks, reached.links, reached.links))
     collectives = [[ring.collective(size, ranks, kind=kind) for kind in COLLECTIVES[:2]] for size in SHARDED]
     taken, worked = shards_take(init_device_mesh("cpu", (ranks,)))
     return reached._replace(sharding=_sharding(taken - collectives), working=_sharding(worked))
 
 
 def fit_communication(times: Sequence[LinkTime]) -> Communication:
-    """Links of every kind of collective, and of messages."""
+    """Fit the links of every kind of collective, and of messages."""
     own = {kind: [time for time in times if time.kind == kind] for kind in (*COLLECTIVES, MESSAGE)}
     worked = {kind: [time._replace(seconds=time.processor) for time in own[kind]] for kind in COLLECTIVES}
     collectives, processor = ({kind: fit_links(of[kind])[0] for kind in COLLECTIVES} for of in (own, worked))
@@ -104,7 +107,7 @@ def fit_communication(times: Sequence[LinkTime]) -> Communication:
 
 
 class _Block(nn.Module):
-    """Takes little time but for what sharding adds."""
+    """A block that takes little time except for what sharding adds."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -115,18 +118,18 @@ class _Block(nn.Module):
 
 
 def sharding(mesh: DeviceMesh) -> Sharding:
-    """What a processor core works to gather and to sum sharded parameters, whose ranks all call this.
+    """Measure a processor core's work to gather and to sum sharded parameters. All ranks must call this.
 
     Only the time of this thread counts: neither the collectives nor other ranks.
 
     Args:
-        mesh: of one dimension, over which parameters are sharded.
+        mesh: one-dimensional mesh over which parameters are sharded.
     """
     return _sharding(shards_take(mesh)[1])
 
 
 def _sharding(seconds: Float64[np.ndarray, "sizes 2"]) -> Sharding:
-    """Of a block of each of the sizes that are measured, gathered and summed."""
+    """Fit the work from the seconds of a block of each of :data:`SHARDED`, gathered and summed."""
     lines = []
     for small, large in seconds.T.tolist():
         slope = max(0.0, (large - small) / (SHARDED[1] - SHARDED[0]))
@@ -137,10 +140,10 @@ def _sharding(seconds: Float64[np.ndarray, "sizes 2"]) -> Sharding:
 def shards_take(mesh: DeviceMesh) -> Float64[np.ndarray, "2 sizes 2"]:
     """Measure the seconds that sharding a block adds to its forward, and how much more to its backward.
 
-    A collective of the mesh, whose ranks all get the same. That of a forward is a gather; a backward gathers too.
+    A collective of the mesh; all its ranks return the same. A forward's extra time is a gather; a backward gathers too.
 
     Returns:
-        Of each of the sizes that are measured: seconds that pass, of the slowest rank; those of its thread alone.
+        For each of :data:`SHARDED`: wall seconds of the slowest rank, and seconds of its thread alone.
     """
     added = torch.from_numpy(np.stack([_added(mesh, size) for size in SHARDED], axis=1) / BLOCKS)
     dist.all_reduce(added, dist.ReduceOp.MAX, group=mesh.get_group())
@@ -148,7 +151,9 @@ def shards_take(mesh: DeviceMesh) -> Float64[np.ndarray, "2 sizes 2"]:
 
 
 def _added(mesh: DeviceMesh, size: int) -> Float64[np.ndarray, "2 2"]:
-    """Seconds of all blocks of so many bytes, of both clocks: in a forward, and how much more in a backward."""
+    """Measure all blocks of so many bytes on both clocks: seconds that sharding adds in a forward, and further in a
+    backward.
+    """
     took = []
     for sharded in (False, True):
         blocks = nn.Sequential(*(_Block(size) for _ in range(BLOCKS)))
@@ -160,7 +165,7 @@ def _added(mesh: DeviceMesh, size: int) -> Float64[np.ndarray, "2 2"]:
 
 
 def _passes(blocks: nn.Module, mesh: DeviceMesh) -> Float64[np.ndarray, "2 2"]:
-    """Seconds of a forward and of a backward that pass, and those of this thread."""
+    """Time a forward and a backward by the wall clock and by this thread's clock."""
     x = torch.zeros(1, requires_grad=True)
     dist.barrier(mesh.get_group())
     times = [(time.perf_counter(), time.thread_time())]
@@ -173,10 +178,10 @@ def _passes(blocks: nn.Module, mesh: DeviceMesh) -> Float64[np.ndarray, "2 2"]:
 
 
 def clocked(device: torch.device, work: Callable[[], T]) -> tuple[float, T]:
-    """Seconds of the device, on the CPU of this thread alone, as others do not count; and what it makes."""
+    """Return the seconds of some work and its result: device seconds, on the CPU those of this thread alone."""
     begin = _now(device)
-    made = work()
-    return _now(device) - begin, made
+    result = work()
+    return _now(device) - begin, result
 
 
 def _now(device: torch.device) -> float:
@@ -196,7 +201,7 @@ def _times(size: int, device: torch.device) -> Iterator[LinkTime]:
     part = torch.zeros(size // 4 // ranks, device=device)
     whole = torch.zeros(len(part) * ranks, device=device)
     hops, received = ceil(log2(ranks)), (ranks - 1) / ranks * whole.nbytes
-    works: dict[str, tuple[Callable[[], object], float, float]] = {  # into memory that is new, as in a step
+    works: dict[str, tuple[Callable[[], object], float, float]] = {  # new memory, as in a step
         "all-gather": (lambda: dist.all_gather_into_tensor(torch.empty_like(whole), part), hops, received),
         "reduce-scatter": (lambda: dist.reduce_scatter_tensor(torch.empty_like(part), whole), hops, received),
         "all-reduce": (lambda: dist.all_reduce(whole), 2 * hops, 2 * received),
@@ -208,7 +213,7 @@ def _times(size: int, device: torch.device) -> Iterator[LinkTime]:
 
 
 def _pass_on(rows: torch.Tensor) -> None:
-    """Every rank sends to the next one."""
+    """Send to the next rank and receive from the previous one."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     sends = dist.P2POp(dist.isend, rows, (rank + 1) % ranks)
     receives = dist.P2POp(dist.irecv, torch.empty_like(rows), (rank - 1) % ranks)
@@ -217,7 +222,7 @@ def _pass_on(rows: torch.Tensor) -> None:
 
 
 def _usual(device: torch.device, work: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of a round, on the slowest rank of each, and those that a process works, on average: both the median."""
+    """Return the medians over rounds of the slowest rank's seconds and of a process's mean seconds of work."""
     rounds, worked = torch.zeros(2, ROUNDS, device=device)
     for number in range(-1, ROUNDS):
         dist.barrier()
@@ -233,17 +238,8 @@ def _usual(device: torch.device, work: Callable[[], object]) -> tuple[float, flo
 
 
 def fit_links(times: Sequence[LinkTime]) -> tuple[Links, Float64[np.ndarray, "times"]]:
-    """Latency and bandwidth with the least squared relative errors, and how far each time is from them."""
+    """Fit latency and bandwidth by least squared relative errors; return also each time's relative error."""
     seconds = np.array([t.seconds for t in times])
-    given = np.array([[t.hops, t.received] for t in times], np.float64)
-    (latency, slope), errors = relative_fit(given, seconds)
+    terms = np.array([[t.hops, t.received] for t in times], np.float64)
+    (latency, slope), errors = relative_fit(terms, seconds)
     return Links(latency, 1 / slope if slope else np.inf), errors
-
-
-def relative_fit(
-    given: Float64[np.ndarray, "points figures"], seconds: Float64[np.ndarray, "points"]
-) -> tuple[list[float], Float64[np.ndarray, "points"]]:
-    """Seconds of each given figure, not negative, with the least squared relative errors, and these errors."""
-    scale = given.max(axis=0)
-    found = nnls(given / scale / seconds[:, None], np.ones(len(seconds)))[0] / scale
-    return found.tolist(), np.abs(given @ found / seconds - 1)

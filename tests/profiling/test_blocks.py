@@ -9,20 +9,23 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.pipelines import Setting
 from hetero_strategy.data.media import ImageProcessor
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.layout.spec import Placement
 from hetero_strategy.model import Encoder, MultimodalModel, Projector
 from hetero_strategy.model.inputs import EncoderInputs
+from hetero_strategy.model.read_spec import spec_of, spec_of_module
+from hetero_strategy.model.spec import ModelSpec
 from hetero_strategy.plan.step_plan import StepItems
-from hetero_strategy.planner.evaluate import Candidate, Evaluator
-from hetero_strategy.planner.shape import shape_of
-from hetero_strategy.planner.stages import with_splits
-from hetero_strategy.planner.times import NOTHING, BlockSeconds, Line, module_times
+from hetero_strategy.planner.candidate import Candidate
+from hetero_strategy.planner.evaluate import Evaluator
 from hetero_strategy.profiling.activations import inputs_of, unit_of
 from hetero_strategy.profiling.blocks import fit, packings, profile
-from tests.planner.models import cluster, module
+from hetero_strategy.simulator.cost_model import NOTHING, BlockSeconds, CostModel, Line, module_times
+from hetero_strategy.strategy.blueprint import Options, blueprint
+from hetero_strategy.testing import Setting
+from hetero_strategy.testing.plans import cluster, module
 
 ALONE = ModuleLayout((0,))
 SETTING = Setting("", {"vision": ALONE, "llm": ALONE}, vision=(64, 3), llm=(128, 4), samples=4, microbatches=2)
@@ -58,6 +61,7 @@ def frozen() -> MultimodalModel:
     return model
 
 
+@pytest.mark.full
 def test_blocks_that_are_alike_are_measured_once(frozen: MultimodalModel) -> None:
     told: list[str] = []
     found = profile(
@@ -75,6 +79,7 @@ def test_blocks_that_are_alike_are_measured_once(frozen: MultimodalModel) -> Non
     assert 0 < found.fits["llm"].median < found.fits["llm"].worst
 
 
+@pytest.mark.full
 def test_what_has_no_gradient_takes_no_time(frozen: MultimodalModel) -> None:
     first, _, last = profile(frozen, [SETTING.metadata(0)], torch.device("cpu"), seconds=0.02).modules["vision"][1]
     assert first.forward != NOTHING
@@ -88,7 +93,7 @@ def test_a_module_of_which_the_batches_have_no_unit_is_left_to_the_formula(froze
     batch = replace(batch, items={"vision": StepItems(none, none, none, none)})
     found = profile(frozen, [batch], torch.device("cpu"), seconds=0.02)
     assert set(found.modules) == set(found.fits) == {"llm"}
-    evaluator = Evaluator(shape_of(frozen), cluster(1), [SETTING.metadata(0)], measured=found.modules)
+    evaluator = Evaluator(CostModel(spec_of(frozen), cluster(1), measured=found.modules), [SETTING.metadata(0)])
     assert evaluator.seconds(Candidate({"vision": ALONE, "llm": ALONE}, 2)) > 0
 
 
@@ -119,21 +124,22 @@ def test_a_degree_that_was_not_measured_divides_the_next_lower_one() -> None:
 
 
 def test_a_step_takes_what_was_measured() -> None:
-    shape, batch = shape_of(SETTING.model()), SETTING.metadata(0)
+    shape, batch = spec_of(SETTING.model()), SETTING.metadata(0)
     candidate = Candidate(dict(SETTING.layouts), SETTING.microbatches)
     measured = {name: {1: [BLOCK] * m.blocks} for name, m in shape.modules.items()}
-    slow = Evaluator(shape, cluster(1), [batch], measured=measured).seconds(candidate)
+    slow = Evaluator(CostModel(shape, cluster(1), measured=measured), [batch]).seconds(candidate)
     rows = batch.tokens.sum() + batch.items["vision"].inner_rows.sum()
     assert slow > 8 * 3 * rows
-    assert Evaluator(shape, cluster(1), [batch]).seconds(candidate) < 1
+    assert Evaluator(CostModel(shape, cluster(1)), [batch]).seconds(candidate) < 1
 
 
 def test_ranks_that_share_a_core_take_turns() -> None:
     ranks = ModuleLayout((0, 1))
     candidate = Candidate({"vision": ranks, "llm": ranks}, SETTING.microbatches)
-    shape, batch, whole = shape_of(SETTING.model()), SETTING.metadata(0), cluster(2, bandwidth=1e15)
+    shape, batch, whole = spec_of(SETTING.model()), SETTING.metadata(0), cluster(2, bandwidth=1e15)
     own, two, one = (
-        Evaluator(shape, whole.changed(cores_per_node=cores), [batch]).seconds(candidate) for cores in (None, 2, 1)
+        Evaluator(CostModel(shape, replace(whole, cores_per_node=cores)), [batch]).seconds(candidate)
+        for cores in (None, 2, 1)
     )
     assert own < two < 1.2 * own, "collectives are not beside compute"
     assert 1.5 * two < one < 2.01 * two
@@ -154,5 +160,6 @@ def test_a_backbone_of_ones_own_is_left_to_the_formula_and_not_cut() -> None:
     with torch.device("meta"):
         plain = Encoder(Plain, Projector(64, 32), processor=ImageProcessor(patch_size=4))
     assert unit_of(plain) == 16 and inputs_of(plain, np.array([16])) is None
-    with pytest.raises(LayoutError, match="layout of 'vision': Encoder has no blocks to cut it by; leave pieces out"):
-        with_splits({"vision": plain}, ["vision"], [], {"vision": replace(ALONE.resolved(), vpp=2)})
+    spec = ModelSpec({"vision": spec_of_module(plain)}, ())
+    with pytest.raises(LayoutError, match="layout of 'vision': it has no blocks to cut it by; leave pieces out"):
+        blueprint(spec, Placement({"vision": replace(ALONE.resolved(), vpp=2)}, 1), Options())

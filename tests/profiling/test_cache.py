@@ -12,11 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.pipelines import Setting
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.planner.hardware import this_cluster
-from hetero_strategy.planner.shape import shape_of
-from hetero_strategy.planner.times import BlockSeconds, Line, Precision
+from hetero_strategy.model.read_spec import spec_of
 from hetero_strategy.profiling.blocks import Fit, Profiled
 from hetero_strategy.profiling.cache import (
     _plain,
@@ -28,6 +25,8 @@ from hetero_strategy.profiling.cache import (
     seconds_of,
     structure,
 )
+from hetero_strategy.simulator.cost_model import BlockSeconds, Line, Precision
+from hetero_strategy.testing import Setting
 
 ALONE, CPU = ModuleLayout((0,)), torch.device("cpu")
 SETTING = Setting("", {"vision": ALONE, "llm": ALONE}, vision=(64, 1), llm=(64, 2))
@@ -103,14 +102,14 @@ def test_activations_are_measured_once(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with torch.device("meta"):
         model = SETTING.model().train()
-    shape, here = shape_of(model), this_cluster(CPU, 1, 2)
+    shape, here = spec_of(model), "cpu"
     first = memory_model(model, shape, here, Precision(4, 4))
     other = memory_model(model, shape, here, Precision(2, 4))
     monkeypatch.setattr("hetero_strategy.profiling.cache.activations_of", None)
     again = memory_model(model, shape, here, Precision(4, 4))
     assert json.dumps(again.activations, default=_plain) == json.dumps(first.activations, default=_plain)
     assert json.dumps(other.activations, default=_plain) != json.dumps(first.activations, default=_plain)
-    fields = [{k: type(v) for k, v in vars(m.activations["llm"].blocks["kept"]).items()} for m in (first, again)]
+    fields = [{k: type(v) for k, v in vars(m.activations["llm"].blocks[""]).items()} for m in (first, again)]
     assert fields[0] == fields[1] and type(again.activations["llm"].head) is type(first.activations["llm"].head)
 
 
