@@ -1,1 +1,1 @@
-"""Which layouts: what modules cost on a cluster, how they can share ranks, and what is fastest by simulation."""
+"""Planner: costs of modules on a cluster, ways to share ranks, and the fastest layouts by simulation."""

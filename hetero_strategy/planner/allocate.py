@@ -1,331 +1,379 @@
-"""How many ranks each group of modules gets, as a convex problem: DistTrain's allocation for any mixture of placements.
+"""The fastest layouts of all modules by a formula, with whole numbers of ranks. Pure.
 
-For given degrees of tensor parallelism, ``dp`` instances of the language model and K microbatches, a step takes
+Groups of modules share ranks, and a step of K microbatches takes
 
-    T = C / (dp K) + sum over groups of A_g / (K n_g) + (K - 1) / K * max over groups of B_g / n_g
+    T = max over groups of later_g(n_g) + sum over groups of through_g(n_g)
 
-with n_g ranks of group g, its rank-seconds B_g, those A_g of them that are not the language model's, and the seconds C
-of the language model on one instance: the first microbatch goes through all modules, the others follow at the pace of
-the slowest group (DistTrain, arXiv:2408.04275, section 4.2, equations 1 and 2, for groups of modules that share ranks).
-It is convex in n. Pipelines follow: the language model has n_g / (tp dp) pipeline ranks. Where that is to be 1, n_g is
-given. Parameters are gathered, and gradients summed, in time that is proportional to 1 / n_g, too.
+with n_g ranks of group g: the first microbatch goes through all modules, and later ones follow at the pace of the
+slowest group (DistTrain, arXiv:2408.04275, section 4.2, equations 1 and 2, for groups of modules that share ranks).
+Groups have nothing in common but K and whether parameters are gathered once per step. So all layouts of each group are
+estimated alone. Of as many ranks and microbatches, the first fronts are kept: layouts that no other dominates (neither
+of its two times is longer), then those that no other of the rest dominates. They are merged group by group.
+
+Two groups on 4 ranks, (ranks, later, through) of each, of which the third of the first group is dominated:
+
+    vision  (1, 4, 2) (2, 2, 1) (2, 3, 1)        llm  (2, 5, 3) (3, 3, 2)
+    merged  (1 + 3: max(4, 3) + 2 + 2 = 8) (2 + 2: max(2, 5) + 1 + 3 = 9) (1 + 2: max(4, 5) + 2 + 3 = 10)
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain, product
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache, reduce
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Bool, Float64, Int64
 
-from hetero_strategy.errors import require
-from hetero_strategy.planner.areas import Limits, Where, all_wheres, limits
+from hetero_strategy import ragged
+from hetero_strategy.model.spec import ModelSpec
 from hetero_strategy.planner.estimate import Estimates
-from hetero_strategy.planner.space import Degrees, Partition
+from hetero_strategy.planner.space import Degrees, EntryTimes, GroupLayouts, ModuleTable, Partition
 
-EPSILON = 1e-6
-"""Room that a solver needs where ranks are all given."""
-CHUNK = 16
-"""Choices of each partition that are solved as one problem."""
+ALIKE = 1.05
+"""Factor by which the next layout with the same layout of the language model is tried later than its seconds say."""
+LATE = 1000
+"""Number of layouts with the same layout of the language model from which the delay stays constant."""
+LAYERS = 4
+"""Fronts of a group's layouts, of as many ranks and microbatches, that are kept."""
+OF_ALL = 1024
+"""Most layouts that are returned."""
+WORTH = 1.5
+"""Other layouts are tried up to this multiple of the seconds of all modules on all ranks, if not all are tried."""
+DIFFER = 1.05
+"""Numbers of ranks within this factor count as one, unless every layout is tried."""
+SLACK = 16
+"""Exponent by which groups that are equally busy count as slower: their times vary, and they wait for each other."""
+FEW_NODES = 32
+"""Largest number of nodes up to which each number is tried, unless every layout is tried."""
+SHIFT = 2**32
+"""A number above any number of microbatches."""
+OF_KIND = 16
+"""Layouts of each partition that are returned in any case."""
+CHUNK = 2**21
+"""Pairs of layouts that are merged at a time."""
 
 
-class Choice(NamedTuple):
-    """What is decided before ranks are allocated."""
+class Estimated(NamedTuple):
+    """A layout of all modules and its estimated seconds."""
 
-    partition: Partition
-    where: Where
-    tp: Mapping[str, int]
-    dp: int
-    """Instances of the language model."""
-    microbatches: int
-    pipelined: bool
-    """Whether the language model has several pipeline ranks."""
-    recomputed: int
-    """Whether it keeps no activations, because they would not fit."""
-    cp: int = 1
-    """Its context-parallel ranks."""
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """Ranks of every group where they need not be whole numbers, and the step's seconds then: no others are less."""
-
-    choice: Choice
-    ranks: tuple[float, ...]
     seconds: float
-
-
-class _Way(NamedTuple):
-    """Of the language model."""
-
-    tp: int
-    dp: int
-    microbatches: int
-    pipelined: bool
-    recomputed: int
-    cp: int
-
-
-@dataclass(frozen=True, eq=False)
-class _LanguageModel:
-    """Ways to lay out the language model, a column each."""
-
-    ways: list[_Way]
-    microbatches: Float64[np.ndarray, "ways"]
-    work: Float64[np.ndarray, "ways"]
-    """Rank-seconds of a step."""
-    constant: Float64[np.ndarray, "ways"]
-    """Seconds of a step that do not depend on ranks."""
-    synchronized: Float64[np.ndarray, "ways"]
-    """Rank-seconds of gathering and summing, where pipelined."""
-    least: Float64[np.ndarray, "ways"]
-    """Fewest ranks to run it."""
-    holds: Float64[np.ndarray, "ways"]
-    """Fewest ranks to hold it, where pipelined."""
-    room: Float64[np.ndarray, "ways"]
-    """Share of the memory that its activations leave."""
-    most: Float64[np.ndarray, "ways"]
-
-
-@dataclass(frozen=True, eq=False)
-class _Problems:
-    """Choices of one partition on certain pools: a row for all degrees of all modules."""
-
     partition: Partition
-    where: Where
-    limits: Limits
-    roof: Float64[np.ndarray, "groups"]
-    """Ranks of each group's pools."""
-    language_model: str
-    ways: list[_Way]
-    others: Sequence[str]
-    tp: list[tuple[int, ...]]
-    """Of the other modules; each goes with all ways of the language model."""
-    constant: Float64[np.ndarray, "choices"]
-    first: Float64[np.ndarray, "choices groups"]
-    """A_g / K."""
-    steady: Float64[np.ndarray, "choices groups"]
-    """B_g (K - 1) / K."""
-    least: Float64[np.ndarray, "choices groups"]
-    most: Float64[np.ndarray, "choices groups"]
-
-    def bounds(self) -> Float64[np.ndarray, "choices"]:
-        """Seconds that no allocation is below; infinite where there is none."""
-        bounds = np.where((self.least <= self.most).all(axis=1), 0.0, np.inf)
-        for groups, ranks in self.limits:
-            others = np.delete(np.arange(len(self.partition)), groups)
-            first, steady, least = (n[:, groups] for n in (self.first, self.steady, self.least))
-            alone = (self.first[:, others] / self.roof[others]).sum(axis=1)
-            seconds = (np.sqrt(first).sum(axis=1) ** 2 + steady.sum(axis=1)) / ranks + alone
-            fits = least.sum(axis=1) <= ranks
-            bounds = np.maximum(bounds, np.where(fits, self.constant + seconds, np.inf))
-        return bounds
-
-    def choice(self, number: int) -> Choice:
-        others, way = divmod(number, len(self.ways))
-        chosen = dict(zip((self.language_model, *self.others), (self.ways[way].tp, *self.tp[others]), strict=True))
-        tp = {m: chosen[m] for group in self.partition for m in group}
-        return Choice(self.partition, self.where, tp, *self.ways[way][1:])
+    sizes: tuple[int, ...]
+    """Number of ranks of each group."""
+    degrees: Mapping[str, Degrees]
+    microbatches: int
 
 
-def allocate(
-    estimates: Estimates,
-    partitions: Sequence[Partition],
-    language_model: str,
-    tp: Mapping[str, Sequence[int]],
-    dp: Sequence[int],
-    microbatches: Mapping[int, Sequence[int]],
-    *,
-    most_instances: Mapping[str, int],
-    within: float = 1.05,
-    most: int | None = None,
-) -> list[Allocation]:
-    """Solve the problem for all choices that can be within a factor of the best of their partition and pools.
-
-    Choices whose bound is above that of the best found are not solved, so nothing is lost. Partition by partition, the
-    best comes first. On several pools groups are allocated ranks of one pool or of neighbouring ones, in all ways.
+class RankAllocator:
+    """A search for the fastest layouts of all modules.
 
     Args:
-        tp: module -> degrees to try, where nodes have a multiple of so many ranks.
-        dp: instances of the language model to try.
-        microbatches: for each of these, the numbers to try.
-        most_instances: module -> most instances that can all have work. It bounds the ranks of a group by that of its
-            modules which has most, unless memory asks for more: the others then have idle instances.
-        most: allocations of a partition that are wanted, the best; None: all within the factor.
+        ways: maps a module and numbers of ranks to its layouts on them; None: on any number it may have.
+        counts: maps instances of the language model to numbers of microbatches to try.
+        thorough: try all choices of transforms if memory is short, not only none and those that save most.
+        every: try every layout. Otherwise groups have selected numbers of ranks; modules other than the language model
+            are in pipelines only if all modules have the same layout; of two layouts of a group with as many ranks, the
+            faster may hide the one that crosses no node.
     """
-    require("cvxpy", "planner", "planner: ranks are allocated by convex programs")
-    laid: dict[range, _LanguageModel] = {}
-    queues: list[_Queue] = []
-    for partition in partitions:
-        problems: dict[frozenset[int], list[_Problems]] = {}
-        for where in all_wheres(len(partition), len(estimates.cluster.pools)):
-            parts = {m: estimates.of(pools) for group, pools in zip(partition, where, strict=True) for m in group}
-            fits = {m: [t for t in tp[m] if part.cluster.ranks_per_node % t == 0] for m, part in parts.items()}
-            home = next(pools for group, pools in zip(partition, where, strict=True) if language_model in group)
-            if home not in laid:
-                given = parts[language_model], language_model, fits[language_model], dp, microbatches
-                laid[home] = _language_model(*given)
-            room = limits(where, estimates.cluster), np.array([len(estimates.cluster.ranks_of(w)) for w in where])
-            made = _problems(parts, partition, where, room, language_model, laid[home], fits, most_instances)
-            problems.setdefault(frozenset(chain(*where)), []).append(made)
-        queues += map(_Queue, problems.values())
-    while drawn := [(queue, *problem) for queue in queues for problem in queue.next(within, most)]:
-        for shared in dict.fromkeys(problem.limits for _, problem, _ in drawn):
-            mine = [(queue, problem, way) for queue, problem, way in drawn if problem.limits == shared]
-            solved = _solve([(problem, way) for _, problem, way in mine], estimates.cluster.ranks)
-            for (queue, _, _), allocation in zip(mine, solved, strict=True):
-                queue.found.append(allocation)
-    return [a for queue in queues for a in queue.best(within)[:most]]
+
+    def __init__(
+        self,
+        shape: ModelSpec,
+        estimates: Estimates,
+        ways: Callable[[str, Collection[int] | None], list[Degrees]],
+        counts: Callable[[int], Collection[int]],
+        thorough: bool,
+        every: bool,
+    ) -> None:
+        self._shape, self._estimates, self._every = shape, estimates, every
+        choices = estimates.choices.items()
+        self._choices = {name: of if thorough or len(of) == 1 else [of[0], of[-1]] for name, of in choices}
+        """Transforms that may be added to each module."""
+        self._ranks, self._per_node = estimates.cluster.ranks, estimates.cluster.ranks_per_node
+        self._language_model = name = shape.samplewise[0]
+        self._times, numbers = cache(self._times_of), dict[Degrees, int]()
+        self._tables = {name: ModuleTable.of(ways(name, None), lambda way: sorted(counts(way.dp)), numbers)}
+        self.fit = 0
+        """Layouts of groups that fit into memory."""
+        self._apart, self._limit, self._widths = 0, np.inf, None
+
+        def beside(widths: Collection[int] | None) -> None:
+            """Make the tables of the other modules."""
+            tried = np.unique(self._tables[name].microbatches).tolist()
+            for other in shape.modules.keys() - {name}:
+                self._tables[other] = ModuleTable.of(ways(other, widths) if tried else [], lambda _: tried, numbers)
+            self._times.cache_clear()
+
+        if every:
+            beside(None)
+            self._apart = max(max((way.neighbours for way in t.ways), default=1) for t in self._tables.values())
+        else:
+            self._widths = {self._ranks}
+            beside({self._ranks})
+            self._leave_out_slow()
+            self._widths, widths = self._selected()
+            beside(widths)
+
+    def best(self, partitions: Sequence[Partition]) -> list[Estimated]:
+        """Return the fastest layouts, some of every partition; layouts with the same layout of the language model
+        follow in turns.
+        """
+        reshard, layouts = self._estimates.options.reshard_after_forward, list[tuple[Partition, bool, GroupLayouts]]()
+        self.fit = 0
+        for whole in {"never": (True,), "always": (False,)}.get(reshard, (False, True)):
+            groups = {group: self._group(group, whole) for group in {g for p in partitions for g in p}}
+            for partition in partitions:
+                merged = self._merged([groups[group] for group in partition])
+                if whole and reshard != "never":  # layouts that gather once by default are found when whole is false
+                    merged = merged.at(~self._all(partition, merged, "once", lambda once, _: once > 0))
+                layouts.append((partition, whole, merged))
+        return self._in_turn(layouts)
+
+    def _leave_out_slow(self) -> None:
+        """Drop layouts of the language model that alone take far longer than all modules that share all ranks."""
+        whole = self._estimates.options.reshard_after_forward == "never"
+        self._limit = WORTH * self._group(tuple(self._shape.modules), whole).seconds.min(initial=np.inf)
+        table, times = self._tables[self._language_model], self._times(self._language_model, whole)
+        bubbles = times.through * (1 - 1 / table.pp)  # others compute in these, at no time here
+        least = (times.later - bubbles).clip(0.0) + times.through
+        fast = ((least <= self._limit) & (times.bytes <= self._estimates.memory)).any(axis=0)
+        self._tables[self._language_model] = table._replace(
+            **{name: getattr(table, name)[fast] for name in table._fields if name != "ways"}
+        )
+        self._times.cache_clear()
+
+    def _selected(self) -> tuple[set[int], set[int]]:
+        """Return numbers of ranks that the language model shares with other modules, and those that other modules may
+        have. Of numbers that differ little, the language model takes the one on which it is fastest alone. Other
+        modules may also have the ranks it leaves, whole nodes, and parts of a node.
+        """
+        whole = self._estimates.options.reshard_after_forward == "never"
+        alone, nodes = self._group((self._language_model,), whole), self._per_node
+        about = np.floor(np.log(alone.ranks) / np.log(DIFFER))
+        order = np.lexsort((alone.seconds, about))
+        fastest = order[np.diff(about[order], prepend=-1.0) > 0]
+        shared = {self._ranks, *alone.ranks[fastest].tolist()}
+        left = {n for width in shared for n in (self._ranks - width, (self._ranks - width) // nodes * nodes)}
+        steps = (DIFFER ** np.arange(1 + np.log(self._ranks) / np.log(DIFFER))).astype(np.int64).tolist()
+        others = shared | left | {*range(1, nodes)} | {nodes * n for n in (*range(1, FEW_NODES), *steps)}
+        return shared, {n for n in others if 0 < n <= self._ranks}
+
+    def _times_of(self, name: str, whole: bool) -> EntryTimes:
+        e, table, choices = self._estimates, self._tables[name], self._choices[name]
+        times = EntryTimes(*np.zeros((4, len(choices), len(table.way))))
+        for tp, cp in sorted({(way.tp, way.cp) for way in table.ways}):
+            own = np.flatnonzero((table.tp == tp * cp) & (table.cp == cp))
+            of: Any = table.pp[own], table.replicate[own], table.dp[own] // table.replicate[own]
+            for row, chosen in enumerate(choices):
+                if not e.options.allows(name, tp, chosen):
+                    times.bytes[row, own] = np.inf
+                    continue
+                pp, replicate, shard = of
+                arguments = name, Degrees(tp, pp, replicate, shard, chosen, whole, cp), table.microbatches[own]
+                times.later[row, own], times.through[row, own] = e.later(*arguments), e.through(*arguments)
+                times.bytes[row, own] = e.bytes(*arguments)
+                times.more[row, own] = e.bytes(*arguments, held=2) - times.bytes[row, own]
+        return times
+
+    def _group(self, group: tuple[str, ...], whole: bool) -> GroupLayouts:
+        """Return the layouts of a group that fit into memory and that few others dominate."""
+        parts = [self._estimated(group, entries, whole, False) for entries in self._entries(group)]
+        if len(group) == len(self._shape.modules):  # keep some with one layout for all modules
+            parts = [one.at(~self._all((group,), one, "number", np.equal)) for one in parts]
+            parts += [self._estimated(group, entries, whole, True) for entries in self._entries(group, alike=True)]
+        self.fit += sum(len(one.ranks) for one in parts)
+        return GroupLayouts.joined([one.kept(LAYERS, self._apart) for one in parts], 1, len(group))
+
+    def _entries(self, group: tuple[str, ...], alike: bool = False) -> Iterator[Int64[np.ndarray, "layouts modules"]]:
+        """Yield entries of all modules of a group with equal ranks and microbatches, or with equal degrees."""
+        first = self._language_model if self._language_model in group else group[0]
+        widths = np.unique(self._tables[first].ranks).tolist()
+        if self._widths is not None and first == self._language_model:
+            widths = [n for n in widths if n in self._widths]
+        by_key = {}
+        for name in (name for name in group if name != first):
+            key, table = self._keys(name, alike), self._tables[name]
+            open_ = np.flatnonzero(alike | self._every | (table.pp == 1))
+            order = open_[np.argsort(key[open_], kind="stable")]
+            by_key[name] = order, key[order]
+        for width in widths if by_key else [None]:
+            own = self._tables[first].ranks == width if by_key else np.ones(len(self._tables[first].way), np.bool_)
+            columns = {first: np.flatnonzero(own)}
+            for name, (order, keys) in by_key.items():
+                wanted = self._keys(first, alike)[columns[first]]
+                begin, end = np.searchsorted(keys, wanted, "left"), np.searchsorted(keys, wanted, "right")
+                columns = {other: np.repeat(column, end - begin) for other, column in columns.items()}
+                columns[name] = order[ragged.expand(begin, end - begin)]
+            yield np.stack([columns[name] for name in group], axis=1)
+
+    def _keys(self, name: str, alike: bool) -> Int64[np.ndarray, "entries"]:
+        table = self._tables[name]
+        return (table.number if alike else table.ranks) * SHIFT + table.microbatches
+
+    def _estimated(
+        self, group: tuple[str, ...], entries: Int64[np.ndarray, "layouts modules"], whole: bool, alike: bool
+    ) -> GroupLayouts:
+        """Estimate layouts of a group, choose the fastest transforms for each, and drop layouts that do not fit."""
+        columns = list(entries.T)
+        tables, times = [self._tables[name] for name in group], [self._times(name, whole) for name in group]
+        count, shape = tables[0].microbatches[columns[0]], len(entries)
+        e, pp = self._estimates, {name: t.pp[own] for name, t, own in zip(group, tables, columns, strict=True)}
+        further = [e.ahead_of(name, pp, count, not e.feeds(name) <= {*group}) - 1 for name in group]
+        later, through, choices = (
+            np.full(shape, np.inf),
+            np.full(shape, np.inf),
+            np.zeros((shape, len(group)), np.int64),
+        )
+        for rows in product(*(range(len(t.bytes)) for t in times)):
+            parts = [t.at(row, own) for t, row, own in zip(times, rows, columns, strict=True)]
+            size = sum(part.bytes + part.more * more for part, more in zip(parts, further, strict=True))
+            passes = sum(part.through for part in parts)
+            better = (size <= self._estimates.memory) & (passes < through)
+            if better.any():
+                busy = sum(part.later for part in parts) - (0.0 if alike else self._filled(group, columns, parts))
+                through, later = np.where(better, passes, through), np.where(better, busy, later)
+                choices[better] = rows
+            if better.all() and not any(rows):
+                break
+        tp = reduce(np.lcm, (table.tp[own] for table, own in zip(tables, columns, strict=True)))
+        ranks = tables[0].ranks[columns[0]]
+        every = GroupLayouts(ranks, count, later, through, ranks[:, None], tp[:, None], entries, choices)
+        return every.at(np.isfinite(through))
+
+    def _filled(self, group: Sequence[str], columns: list[np.ndarray], parts: Sequence[EntryTimes]) -> Any:
+        """Return the seconds of other modules that fit into the bubbles of the language model's pipeline. A module
+        counts if its instances are on the ranks of one stage, which idle at once.
+        """
+        if self._language_model not in group:
+            return 0.0
+        of = {n: (self._tables[n], own, part) for n, own, part in zip(group, columns, parts, strict=True)}
+        table, own, part = of[self._language_model]
+        bubbles, room = part.through * (1 - 1 / table.pp[own]), table.tp[own] * table.dp[own]
+        others = (of[name] for name in group if name not in self._shape.samplewise)
+        return np.minimum(bubbles, sum(np.where(t.tp[i] <= room, p.later, 0.0) for t, i, p in others))
+
+    def _all(self, partition: Partition, layouts: GroupLayouts, column: str, test: Callable[[Any, Any], Any]) -> Any:
+        """Return whether a column of each module's table passes a test against that of the first module."""
+        names = [name for group in partition for name in group]
+        values = [getattr(self._tables[n], column)[own] for n, own in zip(names, layouts.entries.T, strict=True)]
+        return np.logical_and.reduce([test(value, values[0]) for value in values])
+
+    def _merged(self, groups: Sequence[GroupLayouts]) -> GroupLayouts:
+        """Return the fastest layouts of all groups together, on no more ranks than there are."""
+        if len(groups) == 1:
+            return groups[0].fastest(OF_ALL)
+        merged = GroupLayouts.joined([], len(groups), sum(one.entries.shape[1] for one in groups))
+        groups = [one.at(np.argsort(one.microbatches, kind="stable")) for one in groups]
+        bounds = []
+        for count in reduce(np.intersect1d, (one.microbatches for one in groups)).tolist():
+            parts = [one.at(slice(*np.searchsorted(one.microbatches, (count, count + 1)))) for one in groups]
+            bounds.append((max(p.later.min() for p in parts) + sum(p.through.min() for p in parts), count, parts))
+        for bound, _, (first, *others, last) in sorted(bounds, key=lambda entry: entry[:2]):
+            if bound > min(self._limit, merged.limit(OF_ALL)):
+                break
+            for other in others:
+                first = self._paired(first, other, self._limit).kept(LAYERS, self._apart)
+            merged = self._added(merged, first, last)
+        return merged
+
+    def _added(self, found: GroupLayouts, first: GroupLayouts, last: GroupLayouts) -> GroupLayouts:
+        """Add the fastest pairs of two groups' layouts, and skip layouts that cannot be among them.
+
+        The bound of a pair takes the least times of any layout of the last group on the ranks that the first leaves.
+        """
+        last = last.at(np.argsort(last.ranks, kind="stable"))
+        fit = np.searchsorted(last.ranks, self._ranks - first.ranks, side="right")
+        first, fit = first.at(fit > 0), fit[fit > 0] - 1
+        later, through = (np.minimum.accumulate(column)[fit] for column in (last.later, last.through))
+        bounds = np.maximum(first.later, later) + first.through + through
+        order, step = np.argsort(bounds, kind="stable"), max(1, CHUNK // max(1, len(last.ranks)))
+        shape = found.sizes.shape[1], found.entries.shape[1]
+        for begin in range(0, len(order), step):
+            if bounds[order[begin]] > (limit := min(self._limit, found.limit(OF_ALL))):
+                break
+            pairs = self._paired(first.at(order[begin : begin + step]), last, limit)
+            found = GroupLayouts.joined([found, pairs.at(self._inside_nodes(pairs))], *shape).fastest(OF_ALL)
+        return found
+
+    def _paired(self, first: GroupLayouts, last: GroupLayouts, limit: float) -> GroupLayouts:
+        """Merge each layout of some groups with each of another one, within a number of ranks and of seconds."""
+        seconds = np.maximum.outer(first.later, last.later) + np.add.outer(first.through, last.through)
+        i, j = np.nonzero((np.add.outer(first.ranks, last.ranks) <= self._ranks) & (seconds <= limit))
+        a, b = first.at(i), last.at(j)
+        joined = (np.concatenate(columns, axis=1) for columns in zip(a[4:], b[4:], strict=True))
+        times = paced(a.later, b.later), a.through + b.through
+        return GroupLayouts(a.ranks + b.ranks, a.microbatches, *times, *joined)
+
+    def _inside_nodes(self, layouts: GroupLayouts) -> Bool[np.ndarray, "layouts"]:
+        """Return whether no tensor parallelism crosses nodes, see :func:`on_nodes`."""
+        inside = np.zeros(len(layouts.ranks), np.bool_)
+        for order in (np.zeros_like(layouts.tp), -layouts.tp):
+            by_place = np.argsort(order, axis=1, kind="stable")
+            sizes, tp = (np.take_along_axis(column, by_place, axis=1) for column in (layouts.sizes, layouts.tp))
+            inside |= ((np.cumsum(sizes, axis=1) - sizes) % self._per_node % tp == 0).all(axis=1)
+        return inside
+
+    def _in_turn(self, found: Sequence[tuple[Partition, bool, GroupLayouts]]) -> list[Estimated]:
+        """Return the fastest of all layouts, each delayed behind those of its partition with the same layout of the
+        language model.
+        """
+        rows = list[tuple[Partition, bool, GroupLayouts, int]]()
+        kinds, numbers, seconds, same_degrees = dict[object, int](), list[int](), list[float](), list[bool]()
+        for partition, whole, layouts in found:
+            names, table = [name for group in partition for name in group], self._tables[self._language_model]
+            own = layouts.entries[:, names.index(self._language_model)]
+            of = np.stack([column[own] for column in (table.tp, table.cp, table.pp, table.dp)], axis=1).tolist()
+            rows += [(partition, whole, layouts, i) for i in range(len(of))]
+            numbers += [kinds.setdefault((partition, *one), len(kinds)) for one in of]
+            seconds += layouts.seconds.tolist()
+            same = self._all(partition, layouts, "number", np.equal) & (len(partition) == 1)
+            same_degrees += same.tolist()
+        turns = delayed(np.array(seconds, np.float64), np.array(numbers, np.int64))
+        chosen, seen = list[Estimated](), Counter[object]()
+        for row in np.argsort(turns, kind="stable").tolist():
+            partition, whole, layouts, i = rows[row]
+            of_kind = [partition, *["alike"] * same_degrees[row]]
+            if len(chosen) < OF_ALL or any(seen[kind] < OF_KIND for kind in of_kind):
+                seen.update(of_kind)
+                degrees = self._degrees(partition, whole, layouts, i)
+                sizes = tuple(layouts.sizes[i].tolist())
+                chosen.append(Estimated(seconds[row], partition, sizes, degrees, int(layouts.microbatches[i])))
+        return chosen
+
+    def _degrees(self, partition: Partition, whole: bool, layouts: GroupLayouts, i: int) -> dict[str, Degrees]:
+        """Return the degrees of all modules in one layout, in the order of the model."""
+        degrees = {}
+        names = (name for group in partition for name in group)
+        for name, entry, row in zip(names, layouts.entries[i].tolist(), layouts.choices[i].tolist(), strict=True):
+            table, choices = self._tables[name], self._choices[name]
+            degrees[name] = table.ways[table.way[entry]]._replace(transforms=choices[row], whole=whole)
+        return {name: degrees[name] for name in self._shape.modules}
 
 
-class _Queue:
-    """Choices of one partition on the same pools, by what they cannot be below."""
+def paced(first: Float64[np.ndarray, "n"], last: Float64[np.ndarray, "n"]) -> Float64[np.ndarray, "n"]:
+    """Return the seconds at which two groups keep pace: the slower one's, and more if the other has little slack.
 
-    def __init__(self, problems: list[_Problems]) -> None:
-        self.found: list[Allocation] = []
-        bounds = [p.bounds() for p in problems]
-        every = np.concatenate([*bounds, np.empty(0)])
-        owner = np.repeat(np.arange(len(problems)), [len(b) for b in bounds])
-        order = np.argsort(every, kind="stable")
-        self._order = order[np.isfinite(every[order])]
-        self._every, self._owner, self._problems = every, owner, problems
-        self._first = np.concatenate([[0], np.cumsum([len(b) for b in bounds])])
-        self._done = 0
-
-    def next(self, within: float, most: int | None) -> list[tuple[_Problems, int]]:
-        """Some that may be within a factor of the best found, and among so many of the best."""
-        found = sorted(a.seconds for a in self.found)
-        limit = found[0] * within if found else np.inf
-        if most is not None and len(found) >= most:
-            limit = min(limit, found[most - 1])
-        numbers = self._order[self._done : self._done + CHUNK]
-        numbers = numbers[self._every[numbers] <= limit]
-        self._done += len(numbers)
-        return [(self._problems[self._owner[n]], int(n - self._first[self._owner[n]])) for n in numbers]
-
-    def best(self, within: float) -> list[Allocation]:
-        """Those within a factor of the best, the best first."""
-        best = min((a.seconds for a in self.found), default=0.0)
-        return sorted((a for a in self.found if a.seconds <= best * within), key=lambda a: a.seconds)
-
-
-def _language_model(
-    estimates: Estimates, name: str, tp: Sequence[int], dp: Sequence[int], microbatches: Mapping[int, Sequence[int]]
-) -> _LanguageModel:
-    blocks, ways, rows = estimates.blocks(name), [], []
-    for degree, cp, instances in product(tp, estimates.contexts(name), dp):
-        plain = Degrees(degree, 1, 1, instances, cp=cp)
-        if estimates.cluster.ranks_per_node % (degree * cp) or not estimates.worth(name, plain):
-            continue
-        needed, one = estimates.least_ranks(name, plain.shards), plain.ranks
-        for count in microbatches[instances]:
-            given = estimates.fitting(name, plain, count)
-            if given is None:
-                continue
-            alone = estimates.work(name, degree, given.recomputed, cp).total
-            first, work = alone / (instances * count), degree * cp * alone
-            room = 1 - estimates.activations(name, given, count) / estimates.memory
-            if blocks > 1:
-                waits = estimates.synchronized_ranks(name, given, count)
-                ways.append(_Way(degree, instances, count, True, given.recomputed, cp))
-                rows.append((count, work, first, waits, 2 * one, needed / room, room, one * blocks))
-            if estimates.bytes(name, given, count) <= estimates.memory:
-                ways.append(_Way(degree, instances, count, False, given.recomputed, cp))
-                more = estimates.synchronized(name, given, count)
-                rows.append((count, work, first + more, 0.0, one, 0.0, 1.0, one))
-    return _LanguageModel(ways, *np.array(rows, np.float64).reshape(-1, 8).T)
-
-
-def _problems(
-    estimates: Mapping[str, Estimates],
-    partition: Partition,
-    where: Where,
-    room: tuple[Limits, Float64[np.ndarray, "groups"]],
-    name: str,
-    model: _LanguageModel,
-    tp: Mapping[str, Sequence[int]],
-    most_instances: Mapping[str, int],
-) -> _Problems:
-    """Problems of one partition on given pools, with all degrees of tensor parallelism of all modules."""
-    others = [m for m in tp if m != name]
-    degrees = list(product(*(tp[m] for m in others)))
-    of = np.array([[m in group for group in partition] for m in others]).reshape(len(others), len(partition))
-    home = next(g for g, group in enumerate(partition) if name in group)
-    held = np.array([estimates[m].least_ranks(m) for m in others]) @ of
-    lines = [[(n * estimates[m].work(m, n).total, n, n * most_instances[m]) for m, n in zip(others, way, strict=True)]
-             for way in degrees]  # fmt: skip
-    seconds, widest, fits = np.moveaxis(np.array(lines, np.float64).reshape(len(degrees), len(others), 3), -1, 0)
-    work, count = (seconds @ of)[:, None], model.microbatches[:, None]
-    widest = np.where(of, widest[:, :, None], 0.0).max(axis=1, initial=0.0)
-    fits = np.maximum(np.where(of, fits[:, :, None], 0.0).max(axis=1, initial=0.0), np.maximum(widest, held))
-    shape = (len(degrees), len(model.ways), len(partition))
-    first, steady = work / count, np.broadcast_to(work, shape).copy()
-    least, most = (np.broadcast_to(n[:, None], shape).copy() for n in (np.maximum(widest, held), fits))
-    first[:, :, home] += model.synchronized
-    steady[:, :, home] += model.work
-    needed = np.maximum(model.least, model.holds + held[home] / model.room)
-    least[:, :, home] = np.maximum(least[:, :, home], needed)
-    most[:, :, home] = model.most
-    constant = np.tile(model.constant, len(degrees))
-    groups = [n.reshape(-1, len(partition)) for n in (first, steady * (count - 1) / count, least, most)]
-    return _Problems(partition, where, *room, name, model.ways, others, degrees, constant, *groups)
-
-
-def _solve(problems: Sequence[tuple[_Problems, int]], ranks: int) -> list[Allocation]:
-    """Some problems of the same limits, as one: they share no variable, so the sum of their optima is its optimum."""
-    names = ("first", "steady", "least", "most")
-    first, steady, least, most = (np.stack([getattr(p, name)[way] for p, way in problems]) for name in names)
-    n = np.minimum(most, np.stack([p.roof for p, _ in problems]))
-    shared = tuple((groups, there / ranks) for groups, there in problems[0][0].limits if len(groups) > 1)
-    if shared:
-        values = first / ranks, steady / ranks, least / ranks, n / ranks
-        chunks = [_shares(shared, *(v[i : i + CHUNK] for v in values)) for i in range(0, len(first), CHUNK)]
-        n = np.concatenate(chunks) * ranks
-    total = np.array([p.constant[way] for p, way in problems]) + (first / n).sum(axis=1) + (steady / n).max(axis=1)
-    return [
-        Allocation(p.choice(way), tuple(map(float, row)), float(t))
-        for (p, way), row, t in zip(problems, n, total, strict=True)
-    ]
-
-
-def _shares(
-    limits: tuple[tuple[tuple[int, ...], float], ...], *values: Float64[np.ndarray, "some groups"]
-) -> Float64[np.ndarray, "some groups"]:
-    """Shares of all ranks: of order 1, as solvers want it."""
-    count, groups = values[0].shape
-    program, parameters, share = _program(CHUNK, groups, limits)
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.value = value[np.arange(CHUNK) % count]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Solution may be inaccurate")  # shares are rounded anyway
-        program.solve(solver="CLARABEL", warm_start=False)  # else bits depend on what was solved before
-    return share.value[:count]
-
-
-@lru_cache(maxsize=64)
-def _program(count: int, groups: int, shared: tuple[tuple[tuple[int, ...], float], ...]) -> tuple[Any, list[Any], Any]:
-    """A program of so many problems, compiled once for all values of its parameters; these; and shares of ranks.
-
-    Args:
-        shared: groups, and the share of all ranks that they have together.
+    >>> paced(np.array([1.0, 1.0, 1.0]), np.array([1.0, 0.9, 0.5])).round(3).tolist()
+    [1.044, 1.011, 1.0]
     """
-    import cvxpy  # slow to import
+    slower, other = np.maximum(first, last), np.minimum(first, last)
+    share = np.divide(other, slower, out=np.zeros_like(slower), where=slower > 0)
+    return slower * (1 + share**SLACK) ** (1 / SLACK)
 
-    cp: Any = cvxpy
-    shape = (count, groups)
-    first, steady, least, most = (parameters := [cp.Parameter(shape, nonneg=True) for _ in range(4)])
-    share, slowest = cp.Variable(shape, pos=True), cp.Variable((count, 1))
-    inverse = cp.inv_pos(share)
-    seconds = cp.sum(cp.multiply(first, inverse)) + cp.sum(slowest)
-    limits = [
-        cp.multiply(steady, inverse) <= slowest,
-        *(cp.sum(share[:, list(members)], axis=1) <= there + EPSILON for members, there in shared),
-        share >= least,
-        share <= most,
-    ]
-    return cp.Problem(cp.Minimize(seconds), limits), parameters, share
+
+def delayed(seconds: Float64[np.ndarray, "n"], kinds: Int64[np.ndarray, "n"]) -> Float64[np.ndarray, "n"]:
+    """Return the seconds, each multiplied by its delay behind faster entries of its kind.
+
+    >>> delayed(np.array([1.0, 1.01, 1.02]), np.array([0, 0, 1])).round(4).tolist()
+    [1.0, 1.0605, 1.02]
+    """
+    order = np.lexsort((seconds, kinds))
+    place = np.arange(len(order))
+    begins = np.diff(kinds[order], prepend=-1) != 0
+    place -= np.maximum.accumulate(np.where(begins, place, 0))
+    late = np.empty(len(order))
+    late[order] = ALIKE ** np.minimum(place, LATE)
+    return seconds * late

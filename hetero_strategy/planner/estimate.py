@@ -1,12 +1,11 @@
-"""How long a step takes by a formula, for ranking many candidates before few are simulated. Pure."""
+"""Estimated seconds of a step by a formula, to rank many candidates before few are simulated. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from math import ceil
-from types import MappingProxyType
+from functools import cached_property, reduce
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -14,38 +13,40 @@ from jaxtyping import Float64
 
 from hetero_strategy import ragged
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.layout.split_layers import split
+from hetero_strategy.model.spec import ModuleSpec
+from hetero_strategy.parallelize.transform import Transform
+from hetero_strategy.parallelize.transforms import key_of, recomputed, way
 from hetero_strategy.plan.step_plan import StepMetadata
-from hetero_strategy.planner.cluster import Cluster
-from hetero_strategy.planner.evaluate import Candidate
-from hetero_strategy.planner.given import Given
-from hetero_strategy.planner.memory import CUDA
-from hetero_strategy.planner.partition import split
-from hetero_strategy.planner.shape import ModelShape, ModuleShape
+from hetero_strategy.planner.candidate import Candidate, RunOptions
 from hetero_strategy.planner.space import Degrees, contexts
-from hetero_strategy.planner.times import ModuleSeconds, Precision, module_times, synchronization
+from hetero_strategy.profiling.memory import CUDA
+from hetero_strategy.profiling.stage_memory import ADAM_STATES, parameter_bytes
+from hetero_strategy.simulator.cluster import Numbers
+from hetero_strategy.simulator.cost_model import CostModel, synchronization
 
-EVERY = (1, 2, 3, 4)
-"""Of so many blocks of a module one may run again."""
 BACKWARD = 1.3
-"""What a block's backward holds at its peak, over what the block keeps for it: gradients come on top."""
+"""Peak of a block's backward over the bytes the block keeps for it: gradients come on top."""
+QUANTILES = tuple((NormalDist().inv_cdf((k + 0.5) / 8), (3 * k % 8 + 0.5) / 8) for k in range(8))
+"""Quantiles of a normal distribution, each with one of a uniform distribution."""
 MEMORY_SHARE = 0.92
-"""Part of a device's memory that a plan may use; the rest is for the driver, other libraries and gaps."""
+"""Share of a device's memory that a plan may use; the rest is for the driver, other libraries and gaps."""
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """One module's work in a step, on one instance that does it all."""
+    """A module's work in a step, on one instance that does it all."""
 
     forward: Float64[np.ndarray, "blocks"]
-    """Seconds of all units."""
+    """Forward seconds of all units."""
     backward: Float64[np.ndarray, "blocks"]
-    """Likewise."""
+    """Backward seconds of all units."""
     fixed: float
     """Seconds that each microbatch adds, however few rows it has."""
 
     @cached_property
     def seconds(self) -> Float64[np.ndarray, "blocks"]:
-        """Forward and backward of all units."""
+        """Return the forward and backward seconds of all units."""
         return self.forward + self.backward
 
     @cached_property
@@ -54,96 +55,74 @@ class Work:
 
     @cached_property
     def forward_share(self) -> float:
-        """Share of the forward in all seconds."""
+        """Return the forward's share of all seconds."""
         return float(self.forward.sum()) / self.total if self.total else 0.0
 
 
 class Estimates:
-    """Work of modules at every degree of tensor parallelism, and what follows for a way to lay them out.
+    """A table of the work of modules at every degree of tensor parallelism, and the estimates that follow from it.
+
+    Degrees may hold arrays of pipeline ranks, replicas and shards, next to arrays of microbatches: an entry for each
+    layout, all of which are then estimated at once.
 
     Args:
-        batches: global batches of which the mean counts.
-        measured: seconds of modules' blocks; others follow from FLOPs.
-        given: options that a person gave.
+        costs: seconds of the model's stages on the cluster.
+        batches: global batches whose mean counts.
+        options: options that the user set.
     """
 
     def __init__(
         self,
-        shape: ModelShape,
-        cluster: Cluster,
+        costs: CostModel,
         batches: Sequence[StepMetadata],
-        precision: Precision,
-        measured: Mapping[str, ModuleSeconds] = MappingProxyType({}),
-        given: Given = Given(),  # noqa: B008
+        options: RunOptions = RunOptions(),  # noqa: B008
     ) -> None:
-        self.cluster, self.given, self.shape, self.batches = cluster, given, shape, batches
-        self._shape, self._batches, self._precision, self._measured = shape, batches, precision, measured
+        self.cluster, self.options, self.shape, self.batches = costs.cluster, options, costs.spec, batches
+        self._costs, shape, cluster = costs, costs.spec, costs.cluster
         self.memory = MEMORY_SHARE * cluster.device.memory
         """Bytes of a device that a plan may use."""
         self.kept = 1.0
-        """Activations that blocks keep over those of the formula; what measures them says it."""
-        self._states = 3 + (given.accumulated > 1)
-        """Numbers per parameter that trains: itself, Adam's two, and a gradient of the batches before."""
+        """Ratio of the activations that blocks keep to those of the formula; measurements set it."""
+        self._earlier = options.accumulated > 1
+        """Whether a rank holds gradients of earlier batches."""
         self._allocated = 1.0 if cluster.device.name == "cpu" else 1 + CUDA.margin
-        self._fed = shape.fed_by_trainable()
         self._sizes = {name: _sizes(shape.modules[name], name, batches) for name in shape.modules}
         modules = shape.modules.items()
         self._totals = {(name, False): module.held(0, module.blocks) for name, module in modules}
-        """Parameters of all stages, and those that train: what both ends of a pipeline (True) have counts twice."""
+        """Parameters of all stages, and those that train; with True, parameters shared by both pipeline ends count
+        twice."""
         self._totals |= {(name, True): (module.parameters.sum(), module.trained.sum()) for name, module in modules}
-        self._saved = {
-            (name, again): module.saved(given.recomputed(name, again * module.has_blocks), given.offload.get(name))
-            for name, module in shape.modules.items()
-            for again in (0, *EVERY)
-        }
-        """By module, and of how many blocks one runs again: numbers per row that blocks keep."""
-        self._work: dict[tuple[str, int, int, int], Work] = {}
+        self.choices = {name: [*options.choices(module).values()] for name, module in modules}
+        """Transforms that a plan may add to each module, the least first and the most last."""
+        self._saved: dict[tuple[str, Hashable], np.ndarray] = {}
+        self._work: dict[tuple[str, int, Hashable, int], Work] = {}
         self._splits: dict[tuple[str, int, int], float] = {}
-        self._cuts: dict[tuple[int, int, bool], tuple[int, ...]] = {}
-        self._parts: dict[tuple[int, ...], Estimates] = {}
 
-    def of(self, pools: Sequence[int]) -> Estimates:
-        """What holds on some pools of the cluster."""
-        if len(self.cluster.pools) == 1:
-            return self
-        if (key := tuple(pools)) not in self._parts:
-            made = Estimates(self._shape, self.cluster.of(key), self._batches, self._precision, given=self.given)
-            self._parts[key] = made
-        self._parts[key].kept = self.kept
-        return self._parts[key]
+    def work(self, module: str, tp: int, transforms: tuple[Transform, ...] = (), cp: int = 1) -> Work:
+        """Return a module's work with so many tensor-parallel and context-parallel ranks.
 
-    def on(self, ranks: Collection[int]) -> Estimates:
-        """What holds on some ranks: where they lie in several pools, the slowest device and the least memory."""
-        return self if len(self.cluster.pools) == 1 else self.of(self.cluster.pools_of(ranks))
-
-    def work(self, module: str, tp: int, recomputed: int = 0, cp: int = 1) -> Work:
-        """A module's work, with so many tensor-parallel and context-parallel ranks."""
-        if (key := (module, tp, recomputed, cp)) not in self._work:
-            shape = self._shape.modules[module]
+        Args:
+            transforms: transforms of the module; those of the user that are missing count, too.
+        """
+        of = self.options.of(module, transforms)
+        if (key := (module, tp, key_of(of.values()), cp)) not in self._work:
+            shape = self.shape.modules[module]
             blocks = shape.blocks
             each = (1,) * blocks if shape.has_blocks else (0,)
             layout = ModuleLayout(tuple(range(tp * cp * blocks)), dp_shard=1, tp=tp, cp=cp, pp=blocks, split=each)
-            made = module_times(
-                shape,
-                layout,
-                self.cluster,
-                fed=self._fed[module],
-                recomputed=0.0 if (how := self.given.recomputed(module, recomputed)) is None else how.share(blocks),
-                precision=self._precision,
-                measured=self._measured.get(module),
-            )
-            rows, squares, _ = self._sizes[module]
-            lines = [[t.forward for t in made], [t.backward for t in made]]
+            stages = self._costs.stages(module, layout, recomputed(of, blocks)[0])
+            rows, squares, *_ = self._sizes[module]
+            lines = [[t.forward for t in stages], [t.backward for t in stages]]
             forward, backward = (np.array([n.per_row * rows + n.per_pair * squares for n in part]) for part in lines)
             fixed = sum(line.fixed for part in lines for line in part)
             self._work[key] = Work(forward, backward, fixed)
         return self._work[key]
 
     def _work_of(self, module: str, degrees: Degrees) -> Work:
-        return self.work(module, degrees.tp, degrees.recomputed, degrees.cp)
+        return self.work(module, degrees.tp, degrees.transforms, degrees.cp)
 
     def slowest_share(self, module: str, tp: int, stages: int) -> float:
-        """Share of the module's work that its slowest stage has, where it is cut as well as it can be."""
+        """Return the share of the module's work that its slowest stage has if it is cut as well as it can be."""
         if stages == 1:
             return 1.0
         if (module, tp, stages) not in self._splits:
@@ -154,225 +133,215 @@ class Estimates:
             self._splits[module, tp, stages] = float(np.add.reduceat(seconds, ends).max() / seconds.sum())
         return self._splits[module, tp, stages]
 
-    def cut(self, tp: int, pp: int, recomputed: bool) -> tuple[int, ...]:
-        """Blocks of all modules one after the other on each rank of one pipeline, so that its slowest takes least."""
-        if (tp, pp, recomputed) not in self._cuts:
-            modules = self._shape.modules.items()
-            seconds = [self.work(name, tp, recomputed and m.has_blocks).seconds for name, m in modules]
-            self._cuts[tp, pp, recomputed] = split(np.concatenate(seconds), pp)
-        return self._cuts[tp, pp, recomputed]
-
-    def busy(self, module: str, degrees: Degrees, microbatches: int) -> float:
-        """Seconds in which a rank of the slowest stage computes, on the busiest instance."""
-        work = self._work_of(module, degrees)
-        share = self.slowest_share(module, degrees.tp, degrees.pp)
-        uneven = self.unevenness(module, degrees.dp, microbatches) if degrees.dp > 1 else 1.0
+    def busy(self, module: str, degrees: Degrees, microbatches: Numbers) -> Numbers:
+        """Return the seconds in which a rank of the slowest stage computes, on the busiest instance."""
+        work, stages = self._work_of(module, degrees), np.ravel(degrees.pp).tolist()
+        shares = [self.slowest_share(module, degrees.tp, n) for n in stages]
+        share = np.reshape(shares, np.shape(degrees.pp))
+        uneven = np.where(np.greater(degrees.dp, 1), self.unevenness(module, degrees.dp, microbatches), 1.0)
         total = work.total / degrees.dp * uneven
         return total * share + microbatches * work.fixed / degrees.pp
 
-    def later(self, module: str, degrees: Degrees, microbatches: int) -> float:
-        """Seconds in which a rank of the slowest stage computes or synchronizes, after the first microbatch."""
+    def later(self, module: str, degrees: Degrees, microbatches: Numbers) -> Numbers:
+        """Return the busy and synchronizing seconds of a rank of the slowest stage after the first microbatch."""
         busy = self.busy(module, degrees, microbatches) * (microbatches - 1) / microbatches
         return busy + self.synchronized(module, degrees, microbatches)
 
-    def unevenness(self, module: str, instances: int, microbatches: int) -> float:
-        """Units of the instance that has most in a microbatch over the mean, if they are dealt out evenly."""
-        each = self._sizes[module].units / microbatches / instances
-        return ceil(each) / each if each else 1.0
+    def unevenness(self, module: str, instances: Numbers, microbatches: Numbers) -> Numbers:
+        """Return the most rows of an instance in a microbatch over their mean, on average over the microbatches.
 
-    def through(self, module: str, degrees: Degrees, microbatches: int) -> float:
-        """Seconds that one microbatch needs through all stages, forward and backward."""
+        Units are dealt out evenly, but numbers of items vary between microbatches: 60 of them on average on 60
+        instances are often 70, of which some instance has 2, so half of the microbatches take twice as long. Of 640
+        samples in 71 microbatches on 9 instances, one has 2 samples in one microbatch alone. An instance has no less
+        than the longest item.
+        """
+        sizes = self._sizes[module]
+        each = sizes.units / microbatches
+        if not sizes.units:
+            return 1.0
+        counts = (
+            np.floor((each + sizes.deviation(each) * normal + uniform).clip(0.0)) for normal, uniform in QUANTILES
+        )
+        most = sum(np.ceil(count / instances) for count in counts) / len(QUANTILES)
+        return np.maximum(1.0, np.maximum(most, sizes.largest(each)) * instances / each)
+
+    def through(self, module: str, degrees: Degrees, microbatches: Numbers) -> Numbers:
+        """Return the seconds that one microbatch needs through all stages, forward and backward."""
         work = self._work_of(module, degrees)
         uneven = self.unevenness(module, degrees.dp, microbatches)
         return work.total / (degrees.dp * microbatches) * uneven + work.fixed
 
-    def synchronized(self, module: str, degrees: Degrees, microbatches: int) -> float:
-        """Seconds of a step in which parameters are gathered or gradients summed and nothing is computed.
+    def synchronized(self, module: str, degrees: Degrees, microbatches: Numbers) -> Numbers:
+        """Return the seconds of a step in which parameters are gathered or gradients summed and nothing is computed.
 
-        What is gathered once per step runs beside the first forward, and what is gathered and summed with every
-        microbatch beside its compute; neither does on cores that ranks share.
+        A gather once per step overlaps the first forward; collectives of every microbatch overlap its compute. Neither
+        overlaps on cores that ranks share.
         """
         share = self._work_of(module, degrees).forward_share
-        through = self.through(module, degrees, microbatches)
-        if degrees.once:
-            return self.waits(*self._numbers(module, degrees), degrees, share * through / degrees.pp, 0.0)
+        hidden = 0.0 if self.cluster.shares_cores else self.through(module, degrees, microbatches)
         gather, scatter, replicas = synchronization(
-            *self._numbers(module, degrees), degrees, self.cluster, self._precision
-        )
-        hidden = 0.0 if self.cluster.shares_cores else through
+            *self._numbers(module, degrees), self.cluster, self._costs.precision,
+            tp=degrees.tp, shards=degrees.shards, replicas=degrees.dp_replicate,
+        )  # fmt: skip
+        once = np.maximum(0.0, gather - share * hidden / degrees.pp) + scatter + replicas
         forward, backward = share * hidden, (1 - share) * hidden
-        return microbatches * (max(0.0, gather - forward) + max(0.0, gather + scatter + replicas - backward))
+        each = np.maximum(0.0, gather - forward) + np.maximum(0.0, gather + scatter + replicas - backward)
+        return np.where(degrees.once, once, microbatches * each)[()]
 
-    def held(self, module: str, degrees: Degrees) -> float:
-        """Bytes per rank of parameters, gradients and Adam's states; what a rank holds is not less."""
+    def held(self, module: str, degrees: Degrees) -> Numbers:
+        """Return the bytes per rank of parameters, gradients and Adam's states, a lower bound of what a rank holds."""
         parameters, trained, _ = self._numbers(module, degrees)
-        return self.holds(parameters, trained, degrees) + (0.0 if degrees.once else self._passing(module, degrees))
+        stage = parameter_bytes(parameters - trained, trained, degrees.shards, degrees.once, self._costs.precision)
+        states = stage.masters + stage.optimizer + self._earlier * stage.optimizer / ADAM_STATES
+        passing = 0.0 if np.all(degrees.once) else self._passing(module, degrees)
+        return states + stage.gradients + np.where(degrees.once, stage.gathered, passing)
 
     def _passing(self, module: str, degrees: Degrees) -> float:
-        """Bytes of whole parameters while a block computes, of those that are gathered with every microbatch: two
-        blocks and what lies around them, with the gradients that a backward makes of one block, once more as they are
-        summed, and of what lies around.
+        """Return the bytes of whole parameters while a block computes, if they are gathered with every microbatch: two
+        blocks and the layers around them. Gradients come on top: of one block as its backward makes them and once more
+        as they are summed, and of the layers around.
         """
-        stored, size = self._shape.modules[module].stored.sum(axis=3) / degrees.tp, self._precision
+        stored, size = self.shape.modules[module].stored.sum(axis=3) / degrees.tp, self._costs.precision
         block, around = stored[:, 0].max(axis=0), stored[:, 1].sum(axis=0)
         gathered = size.compute * float((2 * block + around).sum())
         return gathered + float(size.compute * (block + around)[1] + size.master * block[1])
 
-    def holds(self, parameters: float, trained: float, degrees: Degrees) -> float:
-        """Likewise of so many parameters of one tensor-parallel and pipeline rank, its shards together."""
-        size = self._precision
-        shards = (self._states * size.master * trained + size.compute * (parameters - trained)) / degrees.shards
-        copied = parameters if degrees.shards > 1 else trained * (size.compute != size.master)
-        gathered = size.compute * copied + size.master * trained
-        return shards + (gathered if degrees.once else size.master * trained / degrees.shards)
-
-    def waits(
-        self, parameters: float, trained: float, blocks: float, degrees: Degrees, before: float, after: float
-    ) -> float:
-        """Seconds of a step in which so many parameters are gathered or their gradients summed, each once, and nothing
-        is computed.
-
-        Args:
-            blocks: they are in.
-            before: seconds from the step's start until the first forward with them ends.
-            after: seconds from the end of their last backward to that of the step's.
-        """
-        gather, scatter, replicas = synchronization(parameters, trained, blocks, degrees, self.cluster, self._precision)
-        if self.cluster.shares_cores:
-            return gather + scatter + replicas
-        return max(0.0, gather - before) + max(0.0, scatter + replicas - after)
-
-    def _numbers(self, module: str, degrees: Degrees) -> tuple[float, float, float]:
-        """Parameters of a rank where stages are equal, its shards together, those of them that train, and blocks."""
+    def _numbers(self, module: str, degrees: Degrees) -> tuple[Numbers, Numbers, Numbers]:
+        """Return a rank's parameters and trained parameters with equal stages, its shards together, and its blocks."""
         parts = degrees.tp * degrees.pp
-        parameters, trained = map(float, self._totals[module, degrees.pp > 1])
-        return parameters / parts, trained / parts, self._shape.modules[module].blocks / degrees.pp
+        ends = zip(self._totals[module, False], self._totals[module, True], strict=True)
+        parameters, trained = (np.where(np.greater(degrees.pp, 1), twice, once) for once, twice in ends)
+        return parameters / parts, trained / parts, self.shape.modules[module].blocks / degrees.pp
 
-    def activations(self, module: str, degrees: Degrees, microbatches: int, held: int = 1) -> float:
-        """Bytes per rank that backward needs: one microbatch of all blocks, since a pipeline of n ranks holds n; of its
-        own blocks where they run again as a whole. Of one block there is all that its backward makes.
+    def activations(self, module: str, degrees: Degrees, microbatches: Numbers, held: Numbers = 1) -> Numbers:
+        """Return the bytes per rank that backward needs: one microbatch of all blocks, since a pipeline of n ranks
+        holds n microbatches; of its own blocks if they recompute as a whole. One block counts at the peak of its
+        backward.
 
         Args:
-            held: microbatches of which a rank has them at a time, see :meth:`ahead_of`.
+            held: microbatches whose activations a rank holds at a time, see :meth:`ahead_of`.
         """
-        shape, tp = self._shape.modules[module], degrees.tp
-        uneven = self.unevenness(module, degrees.dp, microbatches)
-        rows = self._sizes[module].rows * uneven / (degrees.dp * microbatches)
-        how = self.given.recomputed(module, degrees.recomputed * shape.has_blocks)
-        left = np.array([1 / tp, 1 / shape.row_parts[tp], 1.0])
-        saved, block = self._saved[module, degrees.recomputed] * left, shape.of_block * left
-        stages = degrees.pp if how is not None and how.whole else 1
-        numbers = held * float(saved.sum()) / stages + (BACKWARD * block - saved / shape.blocks).clip(0.0).sum()
+        shape, tp = self.shape.modules[module], degrees.tp
+        sizes, parts = self._sizes[module], degrees.dp * microbatches
+        rows = sizes.rows / sizes.units * np.ceil(sizes.units / parts) if sizes.units else 0.0  # of the largest
+        transforms = self.options.of(module, degrees.transforms)
+        left = np.array([1 / tp, 1 / shape.row_shardings[tp].parts, 1.0])
+        if (key := (module, key_of(transforms.values()))) not in self._saved:
+            self._saved[key] = saved(shape, transforms)
+        saved_, block = self._saved[key] * left, shape.of_block * left
+        stages = degrees.pp if any(each.keeps_input_alone for each in transforms.values()) else 1
+        numbers = held * float(saved_.sum()) / stages + (BACKWARD * block - saved_ / shape.blocks).clip(0.0).sum()
         if degrees.cp > 1:  # keys and values of all other rows, their gradients, and both once more where they arrive
-            kept = float(saved.sum() / (block.sum() * stages)) + 3
+            kept = saved_.sum() / (block.sum() * stages) + 3
             numbers += kept * shape.keys / tp * (degrees.cp - 0.5)
-        return self.kept * float(numbers) * rows / degrees.cp * self._precision.compute
+        return self.kept * numbers * rows / degrees.cp * self._costs.precision.compute
 
-    def bytes(self, module: str, degrees: Degrees, microbatches: int, held: int = 1) -> float:
-        """:meth:`held` and :meth:`activations`, with what the allocator cannot use."""
+    def bytes(self, module: str, degrees: Degrees, microbatches: Numbers, held: Numbers = 1) -> Numbers:
+        """Return :meth:`held` plus :meth:`activations`, with the share that the allocator cannot use."""
         return self._allocated * (self.held(module, degrees) + self.activations(module, degrees, microbatches, held))
 
-    def ahead_of(
-        self, module: str, ways: Mapping[str, Degrees | ModuleLayout], microbatches: int, apart: bool = False
-    ) -> int:
-        """Microbatches of which a module holds activations at a time, if it runs in turns with what it feeds: one more
-        than a pipeline that it feeds is deep, and another one where it does not wait for that one's ranks.
+    def ahead_of(self, module: str, pp: Mapping[str, Numbers], microbatches: Numbers, apart: bool = False) -> Numbers:
+        """Return the microbatches whose activations a module holds at a time if it runs in turns with what it feeds:
+        one more than the depth of the pipeline that it feeds, and another if it does not wait for that pipeline's
+        ranks.
 
         Args:
-            ways: of all that are looked at together.
-            apart: what it feeds has other ranks.
+            pp: pipeline ranks of all modules considered together.
+            apart: whether the modules that it feeds have other ranks.
         """
-        deepest = max((ways[fed].pp for fed in self.feeds(module) if fed in ways), default=1)
-        ahead = ways[module].pp == 1 and (apart or deepest > 1)
-        return min(microbatches, deepest + 1 + apart) if ahead else 1
+        deepest = reduce(np.maximum, [pp[fed] for fed in self.feeds(module) if fed in pp], np.ones((), np.int64))
+        ahead = np.equal(pp[module], 1) & (apart | np.greater(deepest, 1))
+        return np.where(ahead, np.minimum(microbatches, deepest + 1 + apart), 1)[()]
 
     def needed(self, candidate: Candidate, in_step: bool = False) -> Float64[np.ndarray, "ranks"]:
-        """Bytes on every rank.
+        """Return the bytes on every rank.
 
         Args:
-            in_step: encoders on some ranks of what they feed run no microbatch ahead of it, as where all its ranks
-                repeat them.
+            in_step: encoders on some ranks of what they feed run no microbatch ahead of it, as if all its ranks
+                repeated them.
         """
         needed, of, count = np.zeros(self.cluster.ranks), candidate.layouts, candidate.microbatches
+        pp = {name: layout.pp for name, layout in of.items()}
         for name, layout in of.items():
-            again, e = candidate.recompute.get(name), self.on(layout.ranks)
             whole = candidate.reshard_after_forward == "never"
-            degrees = Degrees.of(layout, 0 if again is None else again.every, whole)
+            degrees = Degrees.of(layout, candidate.of(name), whole)
             apart = not in_step and any({*of[fed].ranks} != {*layout.ranks} for fed in self.feeds(name))
-            needed[[*layout.ranks]] += e.bytes(name, degrees, count, e.ahead_of(name, of, count, apart))
+            needed[[*layout.ranks]] += self.bytes(name, degrees, count, self.ahead_of(name, pp, count, apart))
         return needed
 
-    @property
-    def room(self) -> Float64[np.ndarray, "ranks"]:
-        """Bytes that a plan may use, of every rank's own device."""
-        pools = enumerate(self.cluster.pools)
-        return np.concatenate([np.full(pool.ranks, self.of([i]).memory) for i, pool in pools])
-
     def feeds(self, module: str) -> set[str]:
-        """Modules that take its rows."""
-        return {target for source, target in self._shape.edges if source == module}
-
-    def fitting(self, module: str, degrees: Degrees, microbatches: int) -> Degrees | None:
-        """These degrees, recomputed if the activations would not fit otherwise; None: they do not even then."""
-        for given in (degrees, degrees._replace(recomputed=1)):
-            allowed = self.given.allows(module, given.tp, given.recomputed)
-            if allowed and self.activations(module, given, microbatches) < self.memory:
-                return given
-        return None
+        """Return the modules that take the module's rows."""
+        return {target for source, target in self.shape.edges if source == module}
 
     def contexts(self, module: str) -> list[int]:
-        """Degrees of context parallelism to try."""
-        return contexts(self.cluster.ranks_per_node) if self._shape.modules[module].keys else [1]
+        """Return the degrees of context parallelism to try."""
+        return contexts(self.cluster.ranks_per_node) if self.shape.modules[module].keys else [1]
 
     def worth(self, module: str, degrees: Degrees) -> bool:
-        """Whether its context parallelism may be worth it: with half as many of such ranks and twice as many instances
-        some would have no sample, or one has none that fits into memory, even if all blocks run again; or with tensor
-        parallelism in its place it has more work.
+        """Return whether context parallelism of a module may pay off. It may if half the degree with twice the
+        instances leaves some without a sample, or does not fit one sample into memory whatever a plan adds. It may also
+        if tensor parallelism in its place is impossible or has more work.
         """
         if degrees.cp == 1:
             return True
         tp = degrees.neighbours
-        if tp not in self._shape.modules[module].tp:
+        if tp not in self.shape.modules[module].tp:
             return True
-        if self.work(module, degrees.tp, 0, degrees.cp).total < self.work(module, tp).total:
+        if self.work(module, degrees.tp, cp=degrees.cp).total < self.work(module, tp).total:
             return True
-        half = degrees._replace(cp=degrees.cp // 2, dp_shard=2 * degrees.dp_shard, recomputed=1)
-        samples = min(len(batch.samples) for batch in self._batches)
+        most = self.choices[module][-1]
+        half = degrees._replace(cp=degrees.cp // 2, dp_shard=2 * degrees.dp_shard, transforms=most)
+        samples = min(len(batch.samples) for batch in self.batches)
         return half.dp > samples or self.activations(module, half, samples // half.dp) > self.memory
 
-    def blocks(self, module: str) -> int:
-        """Most stages that a module can be cut into."""
-        return self._shape.modules[module].most_stages
-
-    def least_ranks(self, module: str, instances: int | None = None) -> float:
-        """Ranks that are needed to hold a module, as shards or replicas.
-
-        Args:
-            instances: of a pipelined module, which is gathered once per step; None: it is gathered block by block.
-        """
-        size, (parameters, trained) = self._precision, map(float, self._totals[module, instances is not None])
-        if instances is None:
-            held = (self._states + 1) * size.master * trained + size.compute * (parameters - trained)
-        else:
-            ways = (Degrees(1, 2, instances // n, n) for n in (1, instances))
-            held = instances * min(self.holds(parameters, trained, way) for way in ways)
-        return held / self.memory
-
-    def synchronized_ranks(self, module: str, degrees: Degrees, microbatches: int) -> float:
-        """:meth:`synchronized` times ranks, if it is pipelined."""
-        piped = degrees._replace(pp=2)
-        return self.synchronized(module, piped, microbatches) * piped.ranks
+    def least_ranks(self, module: str) -> float:
+        """Return the ranks needed to hold a module that is gathered block by block, as shards or replicas."""
+        parameters, trained = map(float, self._totals[module, False])
+        whole = parameter_bytes(parameters - trained, trained, 1, True, self._costs.precision)
+        needed = whole.masters + whole.optimizer + (1 + self._earlier) * whole.gradients
+        return float(needed) / self.memory
 
 
 class _Sizes(NamedTuple):
-    """Of a step, on average."""
+    """The sizes of a step, on average."""
 
     rows: float
     squares: float
     """Sum of squared lengths."""
     units: float
+    lengths: Float64[np.ndarray, "units"]
+    """Lengths of all items, ascending, over their mean; empty for samples, whose microbatches are balanced."""
+    varies: float
+    """Variance of the items of a sample over their mean."""
+
+    def deviation(self, items: Numbers) -> Numbers:
+        """Return the standard deviation of the items of microbatches that have so many on average."""
+        return np.sqrt(items * self.varies)
+
+    def largest(self, items: Numbers) -> Numbers:
+        """Return the length of the longest of so many items, over the mean, as it is to be expected."""
+        if not len(self.lengths):
+            return 0.0
+        return np.interp(items / (items + 1), np.linspace(0, 1, len(self.lengths)), self.lengths)
 
 
-def _sizes(module: ModuleShape, name: str, batches: Sequence[StepMetadata]) -> _Sizes:
+def _sizes(module: ModuleSpec, name: str, batches: Sequence[StepMetadata]) -> _Sizes:
     lengths = [(b.tokens if module.samplewise else b.items[name].inner_rows).astype(np.float64) for b in batches]
-    return _Sizes(*(float(np.mean([f(n) for n in lengths])) for f in (np.sum, lambda n: np.sum(n * n), len)))
+    rows, squares, units = (float(np.mean([f(n) for n in lengths])) for f in (np.sum, lambda n: np.sum(n * n), len))
+    ascending = np.sort(np.concatenate(lengths))
+    if module.samplewise or not ascending.any():
+        return _Sizes(rows, squares, units, np.zeros(0), 0.0)
+    counts = np.concatenate([np.bincount(b.items[name].sample, minlength=len(b.samples)) for b in batches])
+    return _Sizes(rows, squares, units, ascending / ascending.mean(), float(counts.var() / counts.mean()))
+
+
+def saved(module: ModuleSpec, transforms: Mapping[str, Transform]) -> Float64[np.ndarray, "kinds=3"]:
+    """Return the numbers per row that autograd keeps on the device for the backward of all blocks, by the kinds of
+    :data:`hetero_strategy.model.spec.KEPT`. Of the blocks that leave the device one is on its way.
+    """
+    kept, away = np.tile(module.of_block, (module.blocks, 1)), np.zeros(module.blocks, bool)
+    for number in range(module.blocks):
+        for each in way(transforms, number):
+            kept[number] = each.kept(kept[number], module.width)
+        away[number] = any(each.moves for each in way(transforms, number, moved=True))
+    return np.asarray(kept[~away].sum(axis=0) + kept[away].max(axis=0, initial=0.0))

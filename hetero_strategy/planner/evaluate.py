@@ -1,293 +1,182 @@
-"""What a step costs in given layouts: its real step plan and schedule, simulated with predicted times. Pure."""
+"""Seconds of a step in given layouts: its real step plan and schedule, simulated with predicted times. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from jaxtyping import Float64
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.layout.islands import islands_of
-from hetero_strategy.layout.placement import Placement, place
-from hetero_strategy.layout.row_sharding import sharding
-from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.parallelize.offload import Offload
-from hetero_strategy.parallelize.recompute import Recompute, decoupled
-from hetero_strategy.plan.ahead import ahead, with_next
+from hetero_strategy.layout.spec import place
+from hetero_strategy.parallelize.storage import FP32, Storage
+from hetero_strategy.parallelize.transforms import Transforms, merged
 from hetero_strategy.plan.config import BalanceConfig
-from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.plan.plan_step import plan_step
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
-from hetero_strategy.planner.action_seconds import ActionSeconds, Bubbles
-from hetero_strategy.planner.cluster import Cluster
-from hetero_strategy.planner.context import aligned_rows, model_context
-from hetero_strategy.planner.known import Took, content, during
-from hetero_strategy.planner.layers import LayerCost, costs
-from hetero_strategy.planner.overlap import After, seconds_after, thinned, work_of_ranks
-from hetero_strategy.planner.partition import split_into
-from hetero_strategy.planner.shape import ModelShape, ModuleShape
-from hetero_strategy.planner.short import few, first_samples
-from hetero_strategy.planner.times import (
-    MIXED,
-    NOTHING,
-    OURS,
-    ModuleSeconds,
-    Overlap,
-    Precision,
-    StageTimes,
-    module_times,
+from hetero_strategy.planner.candidate import Candidate
+from hetero_strategy.planner.step_seconds import (
+    ActionSeconds,
+    After,
+    Took,
+    during,
+    few,
+    first_samples,
+    seconds_after,
+    thinned,
+    work_of_ranks,
 )
-from hetero_strategy.schedule.action import Schedule, StageGraph, StageId
+from hetero_strategy.profiling.memory import Memory, MemoryModel
+from hetero_strategy.schedule.action import Schedule, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.schedule.graph import StageCost, stage_graph, work_of
-from hetero_strategy.simulator.links import Links
+from hetero_strategy.schedule.graph import work_of
+from hetero_strategy.simulator.cluster import Cluster, Links
+from hetero_strategy.simulator.cost_model import (
+    CostModel,
+    StageTimes,
+)
 from hetero_strategy.simulator.result import Simulation
-from hetero_strategy.simulator.rows import rows_between
-from hetero_strategy.simulator.simulate import simulate
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to train a model on a cluster."""
-
-    layouts: Mapping[str, ModuleLayout]
-    microbatches: int = 1
-    schedule: str = "auto"
-    recompute: Mapping[str, Recompute] = field(default_factory=dict)
-    reshard_after_forward: str = "auto"
-    fill: str = "auto"
-    pieces: Mapping[str, int] = field(default_factory=dict)
-    prefetch: Mapping[str, int] = field(default_factory=dict)
-    offload: Mapping[str, Offload] = field(default_factory=dict)
-    tp_bubbles: bool = False
-    """What fills also runs in bubbles of tensor parallelism."""
-
-    @classmethod
-    def of_run(
-        cls,
-        config: ScheduleConfig,
-        layouts: Mapping[str, ModuleLayout],
-        microbatches: int,
-        recompute: Mapping[str, Recompute],
-        offload: Mapping[str, Offload],
-    ) -> Candidate:
-        """What a run does, whose layouts are as it resolved them."""
-        return cls(
-            config.uncut(layouts), microbatches, config.schedule, recompute, config.reshard_after_forward, config.fill,
-            config.pieces, config.prefetch, offload, bool(config.tp_bubbles),
-        )  # fmt: skip
-
-    def __hash__(self) -> int:
-        layouts, ahead = frozenset(self.layouts.items()), frozenset(self.prefetch)
-        return hash((layouts, self.microbatches, self.schedule, self.fill, ahead, self.tp_bubbles))
-
-    @property
-    def scheduling(self) -> ScheduleConfig:
-        """How its steps are scheduled."""
-        return ScheduleConfig(self.schedule, {}, self.reshard_after_forward, self.fill, self.pieces, self.prefetch)
+from hetero_strategy.simulator.simulate import rows_between, simulate
+from hetero_strategy.strategy.blueprint import Blueprint, Options, blueprint
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
-    """What follows from a candidate before any data is seen."""
+class Placed(Blueprint):
+    """A candidate's blueprint and the seconds of its stages, before any data is seen."""
 
     candidate: Candidate
-    recompute: Mapping[str, Recompute]
-    """The candidate's, and what ``fill="decoupled"`` adds."""
-    placement: Placement
-    """With every ``split`` given."""
-    scheduling: ScheduleConfig
-    graph: StageGraph
     times: Mapping[StageId, StageTimes]
-    costs: Mapping[StageId, StageCost]
-    """Seconds of a forward, for balancing."""
-    unlinked: Mapping[StageId, StageTimes] | None = None
-    """Its times on links that take none, where bubbles of tensor parallelism are used."""
 
     def without(self, modules: Collection[str]) -> Placed:
-        """The same without stages and times of some modules."""
+        """Return a copy without the stages and times of some modules."""
         times = {node: t for node, t in self.times.items() if node.module not in modules}
         return replace(self, graph=self.graph.without(modules), times=times)
 
-    @property
-    def holds_more(self) -> bool:
-        """Whether a step holds more the more microbatches it has: of what fills bubbles or runs a step ahead."""
-        return bool(self.graph.filling or self.scheduling.prefetch)
-
     @cached_property
     def alike(self) -> Hashable:
-        """Equal for those whose steps are planned, scheduled and simulated alike."""
-        asked, layouts = self.scheduling, self.placement.layouts.items()
-        lies = tuple((name, x.ranks, x.tp, x.pp, x.vpp, x.pp_style, x.dp) for name, x in layouts)
-        bounds = frozenset(asked.max_in_flight.items()), frozenset(asked.prefetch), asked.islands
+        """Return a key that is equal for candidates whose steps are planned, scheduled and simulated alike."""
+        options, layouts = self.scheduling, self.layouts.items()
+        places = tuple((name, x.ranks, x.tp, x.pp, x.vpp, x.pp_style, x.dp) for name, x in layouts)
         stages = tuple((n, s.trains, s.backward, s.sharded, s.whole) for n, s in self.graph.stages.items())
-        times = tuple(tuple(map(during, each.values())) for each in (self.times, self.unlinked or {}))
-        return lies, asked.schedule, asked.fill, bounds, stages, times
+        times = tuple(map(during, self.times.values()))
+        return places, options.schedule, options.fill, frozenset(options.max_in_flight.items()), stages, times
 
     @property
     def together(self) -> set[StageId]:
-        """Stages whose instances do all actions together, because each gathers parameters."""
+        """Return the stages whose instances do all actions together, because each gathers parameters."""
         return {s for s, t in self.times.items() if not t.once and t.gather > 0}
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step of a candidate, as the trainer would run it, and its simulation."""
+    """A step of a candidate, as the trainer would run it, and its simulation."""
 
     placed: Placed
     plan: StepPlan
     schedule: Schedule
     simulation: Simulation
     after: After
-    """Seconds that are in no action, on the slowest rank."""
+    """Seconds outside all actions, on the slowest rank."""
 
     @property
     def seconds(self) -> float:
         return self.simulation.time + self.after.total
 
+    def memory(self, model: MemoryModel) -> Memory:
+        """Predict its memory on every rank."""
+        return model.of(self.plan, self.schedule, self.placed.placement, self.placed.options.transforms)
+
 
 class Evaluator:
-    """Simulates steps of candidates.
+    """A simulator of candidates' steps.
 
     Args:
+        costs: seconds of the model's stages on the cluster.
         batches: global batches drawn from the data, on which candidates are compared.
-        balance: how their work is spread.
-        overlap: which collectives run beside compute.
-        measured: seconds of modules' blocks; others follow from FLOPs.
-        accumulated: global batches of an optimizer step.
-        asked: how steps are scheduled, as far as a person says it; candidates say the rest.
-        microbatch_rows: see :func:`plan_step`.
-        compiled: modules whose blocks are compiled, and whose backward no schedule divides.
+        balance: how the batches' work is spread.
+        asked: schedule options of the user; candidates choose the rest.
+        microbatch_rows: rows of encoders' microbatches, see :func:`plan_step`.
+        transforms: transforms that the user gave; candidates of a plan carry them already, others may lack them.
     """
 
     def __init__(
         self,
-        shape: ModelShape,
-        cluster: Cluster,
+        costs: CostModel,
         batches: Sequence[StepMetadata],
         *,
         balance: BalanceConfig | None = None,
-        precision: Precision = MIXED,
-        overlap: Overlap = OURS,
-        measured: Mapping[str, ModuleSeconds] = MappingProxyType({}),
-        accumulated: int = 1,
         asked: ScheduleConfig = ScheduleConfig(),  # noqa: B008
         microbatch_rows: Mapping[str, int | Literal["equal"]] = MappingProxyType({}),
-        compiled: Collection[str] = (),
+        transforms: Transforms = MappingProxyType({}),
     ) -> None:
-        self.shape, self.cluster, self.batches = shape, cluster, tuple(batches)
-        self.precision, self._measured = precision, measured
-        self._balance = balance or BalanceConfig()
-        self.asked, self._microbatch_rows, self._compiled = asked, microbatch_rows, compiled
-        given: Any = {"precision": precision, "overlap": overlap, "accumulated": accumulated}
-        self._times: Callable[..., list[StageTimes]] = partial(module_times, **given)
-        given |= {"asked": asked, "microbatch_rows": microbatch_rows, "compiled": compiled}
-        self.on = partial(Evaluator, shape, batches=batches, balance=balance, measured=measured, **given)
-        """The same on another ``cluster``."""
-        self._fed = shape.fed_by_trainable()
-        self._stages: dict[Hashable, tuple[ModuleLayout, list[StageTimes]]] = {}
+        self.costs, self.shape, self.cluster, self.precision = costs, costs.spec, costs.cluster, costs.precision
+        self.batches, self._balance = tuple(batches), balance or BalanceConfig()
+        self.asked, self._microbatch_rows, self._transforms = asked, microbatch_rows, transforms
+        # Bytes of numbers decide where weights are cast; which dtypes have so many makes no difference.
+        self._storage = FP32 if self.precision.compute == self.precision.master else Storage(torch.bfloat16)
+        self._stages: dict[Hashable, list[StageTimes]] = {}
         self._firsts: dict[tuple[int, int], StepMetadata] = {}
         self._plans: dict[Hashable, tuple[StepMetadata, StepPlan]] = {}
         self._simulated: dict[Hashable, tuple[StepPlan, Simulation]] = {}
-        self.lengths = {name: self._length(name) for name in shape.modules}
-        """Module -> rows of a unit inside it, weighted by rows: those of the unit that a row is in, on average."""
+        self.lengths = {name: self._length(name) for name in self.shape.modules}
+        """Module -> mean rows of the unit that a row is in, that is, rows of a unit weighted by rows."""
 
-    def place(self, candidate: Candidate) -> Placed:
-        """Choose stages and count their times.
-
-        Raises:
-            LayoutError: layouts that do not fit the cluster or the modules.
-            ScheduleError: a schedule that does not fit the layouts.
-            ConfigError: what a person asks of schedules does not.
-        """
-        given = place(candidate.layouts, self.cluster.ranks).layouts
-        scheduling = self.asked.instead_of_auto(candidate.scheduling).resolved(given)
-        others, edges = self.shape.others, self.shape.edges
-        filling, apart = scheduling.filling(others, given, edges), scheduling.apart(others, given, edges)
-        blocks = {name: module.blocks * module.has_blocks for name, module in self.shape.modules.items()}
-        given = scheduling.most_ahead(scheduling.in_pieces(filling, given), blocks)
-        again = decoupled(candidate.recompute, scheduling.fill, filling)
-        casts = self.precision.compute != self.precision.master
-        layouts: dict[str, ModuleLayout] = {}
-        times: dict[StageId, StageTimes] = {}
-        trains: dict[StageId, bool] = {}
-        for name, module in self.shape.modules.items():
-            share = again[name].share(module.blocks) if name in again else 0.0
-            casting = casts and bool(module.trained.any())
-            once = scheduling.gathered_once(given[name], casts=casting, apart=name in {*apart, *scheduling.prefetch})
-            layout, stages = self._staged(name, given[name], share, once)
-            layouts[name] = layout
-            times |= {StageId(name, i): stage for i, stage in enumerate(stages)}
-            assert layout.split is not None
-            ends = np.cumsum(layout.split) if module.has_blocks else [1]
-            counts = np.split(module.trained, ends[:-1])
-            trains |= {StageId(name, i): bool(part.any()) for i, part in enumerate(counts)}
-        shardings = {n: sharding(layouts[n].cp, m.row_parts[layouts[n].tp]) for n, m in self.shape.modules.items()}
-        once_gathered = {s for s, t in times.items() if t.once}
-        graph = stage_graph(
-            list(self.shape.modules),
-            self.shape.edges,
-            layouts,
-            trains,
-            once_gathered,
-            {*again, *self._compiled, *candidate.offload},
-            shardings,
-            apart,
-            scheduling.prefetch,
-            islands_of(layouts, self.shape.samplewise[0], scheduling.islands),
-        )
-        if late := [name for name in scheduling.prefetch if trains[StageId(name, 0)]]:
-            raise ConfigError(f"planner: prefetch of '{late[0]}', whose first stage has parameters that train")
-        balanced = {s: StageCost(t.forward.per_row, t.forward.per_pair) for s, t in times.items()}
-        for name in scheduling.prefetch:  # in every step but an epoch's first and last one
-            times[StageId(ahead(name), 0)] = whole = times[StageId(name, 0)]
-            times[StageId(name, 0)] = replace(whole, forward=NOTHING, gather=0.0)
-        times = {node: times[node.all_instances] for node in graph.stages}
-        unlinked = None
-        if candidate.tp_bubbles and not self.cluster.shares_cores:  # processors have no streams
-            unlinked = self.unlinked(candidate)
-        return Placed(
-            candidate, again, Placement(layouts, self.cluster.ranks), scheduling, graph, MappingProxyType(times),
-            MappingProxyType(balanced), unlinked,
+    def on(self, cluster: Cluster | None = None, asked: ScheduleConfig | None = None) -> Evaluator:
+        """Make an evaluator on another cluster or with other schedule options of the user."""
+        return Evaluator(
+            replace(self.costs, cluster=cluster or self.cluster), self.batches, balance=self._balance,
+            asked=asked or self.asked, microbatch_rows=self._microbatch_rows, transforms=self._transforms,
         )  # fmt: skip
 
-    def _staged(
-        self, name: str, layout: ModuleLayout, share: float, once: bool
-    ) -> tuple[ModuleLayout, list[StageTimes]]:
-        """A module's layout with its split, and the times of its stages."""
+    def place(self, candidate: Candidate) -> Placed:
+        """Choose stages and predict their times.
+
+        Raises:
+            LayoutError: the layouts do not fit the cluster or the modules.
+            ScheduleError: the schedule does not fit the layouts.
+            ConfigError: the user's schedule options do not fit the layouts.
+        """
+        scheduling = self.asked.instead_of_auto(candidate.scheduling)
+        options = Options(scheduling, merged(candidate.transforms, self._transforms), self._storage)
+        plan = blueprint(self.shape, place(candidate.layouts, self.cluster.ranks), options, self.lengths)
+        times = {node: self._staged(plan, node) for node in plan.graph.stages}
+        return Placed(**vars(plan), candidate=candidate, times=MappingProxyType(times))
+
+    def _staged(self, plan: Blueprint, node: StageId) -> StageTimes:
+        """Return the times of a stage; those of equal modules in equal layouts are computed once."""
+        name, layout = node.module, plan.layouts[node.module]
+        share, once = plan.costs[node.all_instances].recomputed, plan.graph.stages[node].sharded
         if (key := (name, layout, share, once)) not in self._stages:
-            module, fed, measured = self.shape.modules[name], self._fed[name], self._measured.get(name)
-            made, on = self._with_split(module, layout, share, fed, self.lengths[name]), self.cluster.on(layout.ranks)
-            given: Any = {"fed": fed, "recomputed": share, "once": once, "measured": measured}
-            times = self._times(module, made, on, members=self.cluster.members(made), **given)
-            self._stages[key] = made, times
-        return self._stages[key]
+            self._stages[key] = self.costs.stages(name, layout, share, once)
+        return self._stages[key][node.stage]
 
     def unlinked(self, candidate: Candidate) -> Mapping[StageId, StageTimes]:
-        """Times of its stages on links without latency and of any bandwidth."""
-        return self.on(cluster=self.cluster.linked(Links())).place(replace(candidate, tp_bubbles=False)).times
+        """Return the times of the candidate's stages on links without latency and of infinite bandwidth."""
+        return self.on(cluster=self.cluster.linked(Links())).place(candidate).times
 
     def step(self, placed: Placed, batch: int = 0) -> Step:
         """Plan one of the batches, schedule it and simulate it."""
         return self.step_of(placed, self.batches[batch], placed.candidate.microbatches)
 
     def seconds(self, candidate: Candidate) -> float:
-        """Mean seconds of a step over all batches."""
+        """Return the mean seconds of a step over all batches."""
         return float(np.mean(self.of_batches(candidate)))
 
     def of_batches(self, candidate: Candidate, enough: Sequence[float] = ()) -> list[float]:
-        """Seconds of a step of each batch.
+        """Return the seconds of a step of each batch.
 
-        Steps of many actions are extrapolated from two shorter ones of the same microbatches: once a pipeline is full,
-        each microbatch adds the same, and not less than what the busiest rank does for it.
+        Steps of many actions are extrapolated from two shorter ones with equal microbatches: once a pipeline is full,
+        each microbatch adds the same time, and at least the busiest rank's compute for it.
 
         Args:
-            enough: seconds of each batch; once those so far are more, the others are left out. Empty: none are.
+            enough: seconds of each batch; once the sum so far exceeds theirs, the remaining batches are skipped. Empty:
+                none are.
         """
         placed, took = self.place(candidate), list[float]()
         for batch in range(len(self.batches)):
@@ -297,7 +186,7 @@ class Evaluator:
         return took
 
     def shown(self, placed: Placed, batch: int = 0) -> Step:
-        """A step of one of the batches, or of its first samples where that has too many actions to look at."""
+        """Simulate one of the batches, or its first samples if it has too many actions to display."""
         most = few(len(placed.times))
         return self.step_of(placed, *self._first(batch, placed.candidate.microbatches, most))
 
@@ -310,7 +199,7 @@ class Evaluator:
         return long.seconds + (count - most) * max(long.seconds - short.seconds, busy) / (most - most // 2)
 
     def _took(self, placed: Placed, batch: int, most: int) -> Took:
-        """By so many microbatches of one of the batches; where one like it was simulated, by that."""
+        """Simulate so many microbatches of one of the batches; reuse an equal step's simulation."""
         first = self._first(batch, placed.candidate.microbatches, most)
         if (key := (batch, most, len(first[0].samples), placed.alike)) not in self._simulated:
             step = self.step_of(placed, *first)
@@ -320,7 +209,7 @@ class Evaluator:
         return Took(seconds, float(simulation.busy.max()))
 
     def _first(self, batch: int, count: int, most: int) -> tuple[StepMetadata, int, bool]:
-        """The first microbatches of a batch that has ``count``, how many they are, and whether they are not all."""
+        """Return the first microbatches of a batch that has ``count``, their number, and whether some are left out."""
         whole = self.batches[batch]
         if count <= most:
             return whole, count, False
@@ -330,27 +219,28 @@ class Evaluator:
         return self._firsts[batch, samples], most, True
 
     def step_of(self, placed: Placed, metadata: StepMetadata, microbatches: int, part: bool = False) -> Step:
-        """Plan any batch, schedule it and simulate it: between two like it, where modules run ahead. A part of a batch
-        keeps no budgets, since its samples may be longer than those of the whole.
+        """Plan any batch, schedule it and simulate it. A part of a batch keeps no budgets, since its samples may be
+        longer than the mean.
         """
-        plan, ahead_of_it = self._plan(placed, metadata, microbatches, part), placed.scheduling.prefetch
-        return self.simulated(placed, with_next(plan, plan, ahead_of_it, held=True) if ahead_of_it else plan)
+        return self.simulated(placed, self._plan(placed, metadata, microbatches, part))
 
     def simulated(self, placed: Placed, plan: StepPlan) -> Step:
-        """Schedule a plan and simulate it; of its modules those that are placed."""
-        seconds = ActionSeconds(plan, placed)
+        """Schedule a plan and simulate its modules that are placed."""
+        seconds = ActionSeconds(plan, placed.graph, placed.times)
         graph, scheduling = placed.graph, placed.scheduling
         work = work_of(plan, graph)
-        fill = "fine" if scheduling.fill == "search" else scheduling.fill  # from which each step of a run is searched
         bound = {name: most for name, most in scheduling.max_in_flight.items() if name in graph.pipelines}
-        bubbles = None if placed.unlinked is None else self.bubbles(placed, plan)
-        usual = None if bubbles is None else bubbles.usual
         schedule = make_schedule(
-            scheduling.schedule, graph, work, seconds.usual, max_in_flight=bound, fill=fill, bubbles=usual
+            scheduling.schedule,
+            graph,
+            work,
+            seconds.usual,
+            max_in_flight=bound,
+            fill=scheduling.fill,
         )
         rows = rows_between(plan, placed.graph, self.row_bytes)
         together = placed.together
-        simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=together, bubbles=bubbles)
+        simulation = simulate(schedule, seconds, self.cluster.network, rows, synchronous=together)
         return Step(placed, plan, schedule, simulation, self._after(placed, plan, simulation))
 
     def _after(self, placed: Placed, plan: StepPlan, simulation: Simulation) -> After:
@@ -360,47 +250,38 @@ class Evaluator:
             after = max(after, After(rest=least - simulation.time), key=lambda one: one.total)
         return after
 
-    def bubbles(self, placed: Placed, plan: StepPlan) -> Bubbles:
-        """What of a plan's actions, in layouts whose bubbles of tensor parallelism are used, leaves room to compute."""
-        assert placed.unlinked is not None
-        fills = placed.graph.filling
-        return Bubbles(ActionSeconds(plan, placed), ActionSeconds(plan, replace(placed, times=placed.unlinked)), fills)
-
     def _work(self, placed: Placed, plan: StepPlan, schedule: Schedule) -> Float64[np.ndarray, "ranks"]:
-        """Seconds in which each rank needs a processor: its actions, collectives as far as it works for them, and what
-        follows the last of them.
+        """Return the seconds in which each rank needs a processor: its actions, its processor time for collectives, and
+        the work after the last action.
         """
         times = self._working.place(placed.candidate).times
-        return work_of_ranks(schedule, ActionSeconds(plan, replace(placed, times=times)), times, self.cluster.ranks)
+        return work_of_ranks(schedule, ActionSeconds(plan, placed.graph, times), times, self.cluster.ranks)
 
     @cached_property
     def _working(self) -> Evaluator:
-        """With the work for collectives in place of what they take."""
+        """Return an evaluator whose collectives take the processor time for them."""
         return self.on(cluster=self.cluster.worked_for())
 
     def _plan(self, placed: Placed, metadata: StepMetadata, microbatches: int, part: bool) -> StepPlan:
-        instances, balance = placed.placement.instances(), replace(self._balance, budget={}) if part else self._balance
-        shape, cluster = self.shape, self.cluster
-        around = model_context(
-            placed.graph, placed.costs, shape.samplewise, placed.scheduling, placed.placement, cluster.ranks_per_node
-        )
-        aligned = aligned_rows(shape.samplewise, placed.placement.layouts)
-        balancing = balance.resolve(instances, around)
+        balance = replace(self._balance, budget={}) if part else self._balance
+        instances = placed.placement.instances()
+        balancing = balance.resolve(instances, placed.context(self.cluster.ranks_per_node))
         of_order = placed.alike if balancing.order else None
+        aligned = placed.row_multiple
         key = id(metadata), microbatches, part, content((instances, aligned, replace(balancing, order=None))), of_order
         if key not in self._plans:
-            made = plan_step(
+            new_plan = plan_step(
                 metadata,
                 instances,
-                shape.samplewise,
+                self.shape.samplewise,
                 microbatches=microbatches,
                 row_multiple=aligned,
                 microbatch_rows=self._microbatch_rows,
                 balancing=balancing,
             )
-            self._plans[key] = metadata, made  # which keeps the metadata alive, so that its id is its own
+            self._plans[key] = metadata, new_plan  # keeps the metadata alive, so that its id is its own
         plan = self._plans[key][1]
-        if plan.microbatches > microbatches:  # a run takes more, too; what is planned for is another candidate
+        if plan.microbatches > microbatches:  # a run takes more, too; this plan belongs to another candidate
             raise ConfigError(
                 f"planner: with {microbatches} microbatches a step does not keep the budget of every instance; plan for"
                 " more"
@@ -408,19 +289,8 @@ class Evaluator:
         return plan
 
     def row_bytes(self, source: StageId, target: StageId) -> float:
-        """Bytes of a row between two stages."""
-        return float(self.precision.compute * self.shape.width(source, target))
-
-    def _with_split(
-        self, module: ModuleShape, layout: ModuleLayout, again: float, fed: bool, length: float
-    ) -> ModuleLayout:
-        if layout.split is not None:
-            return layout
-        if not module.has_blocks and layout.pipeline.stages == 1:
-            return replace(layout, split=(0,))
-        blocks = zip(module.per_row, module.per_pair, module.trained, module.trained_share, strict=True)
-        layers = [LayerCost(a + b * length, n > 0, again, weight=a * share) for a, b, n, share in blocks]
-        return replace(layout, split=split_into(layout.pipeline, costs(layers, fed).total))
+        """Return the bytes of a row between two stages."""
+        return float(self.precision.compute * self.shape.width(source.module, target.module))
 
     def _length(self, name: str) -> float:
         lengths = np.concatenate(
@@ -428,3 +298,20 @@ class Evaluator:
         ).astype(np.float64)
         total = float(lengths.sum())
         return float((lengths * lengths).sum()) / total if total else 0.0
+
+
+def content(value: Any) -> Hashable:
+    """Return a key of plain data and arrays that is equal for equal contents.
+
+    >>> content({"a": np.arange(3)}) == content({"a": np.arange(3)})
+    True
+    """
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, Mapping):
+        return tuple([(key, content(each)) for key, each in value.items()])
+    if isinstance(value, (tuple, list)):
+        return tuple(map(content, value))
+    if is_dataclass(value):
+        return type(value), tuple([content(getattr(value, field.name)) for field in fields(value)])
+    return value

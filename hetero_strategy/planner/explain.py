@@ -1,21 +1,25 @@
-"""Why a plan takes as long as it does: where ranks compute, what they wait for, what crosses nodes. Pure."""
+"""Explanation of a plan's seconds: compute of ranks, causes of waits, exposed collectives, traffic. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from hetero_strategy.plan.ahead import computing
+import numpy as np
+from jaxtyping import Float64
+
+from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.planner.evaluate import Evaluator, Step
-from hetero_strategy.planner.exposed import ExposedCollectives
-from hetero_strategy.simulator.bubbles import Collective, Filling, inside_actions, work_on_rank
-from hetero_strategy.simulator.rows import rows_between
-from hetero_strategy.simulator.simulate import pairs
+from hetero_strategy.planner.step_seconds import ActionSeconds
+from hetero_strategy.schedule.action import Action
+from hetero_strategy.simulator.cost_model import rank_collectives
+from hetero_strategy.simulator.result import Collective, Filling, inside_actions, work_on_rank
+from hetero_strategy.simulator.simulate import pairs, rows_between
 
 
 @dataclass(frozen=True)
 class SharedRanks:
-    """Ranks that host the same stages."""
+    """A set of ranks that host the same stages."""
 
     ranks: tuple[int, ...]
     stages: tuple[str, ...]
@@ -25,15 +29,15 @@ class SharedRanks:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a simulated step shows."""
+    """The shares and traffic of a simulated step."""
 
     shares: Mapping[str, float]
     """Module -> share of all ranks' time that it computes."""
     bubbles: Mapping[str, float]
-    """Cause -> share of all ranks' time; what is not computed."""
+    """Cause -> share of all ranks' time in which they do not compute."""
     collectives: Mapping[Collective, float]
-    """Collective -> share of all ranks' time that they wait for it, in actions, where it is part of ``shares``, or
-    outside of them."""
+    """Collective -> share of all ranks' time that they wait for it, inside actions, where it is part of ``shares``, or
+    outside."""
     optimizer: float
     """Share of the step that the optimizer and gradients summed after it take."""
     busiest: SharedRanks
@@ -43,7 +47,7 @@ class Explanation:
     """Bytes that they receive from other nodes."""
 
     def limit(self) -> str:
-        """What to change first, in one sentence."""
+        """Return what to change first, in one sentence."""
         cause, share = max(self.bubbles.items(), key=lambda pair: pair[1])
         ranks = f"rank {self.busiest.ranks[0]}" if len(self.busiest.ranks) == 1 else f"{len(self.busiest.ranks)} ranks"
         computes = f"{' and '.join(self.busiest.stages)} keep {ranks} busy for {self.busiest.busy:.0%} of the step"
@@ -53,13 +57,13 @@ class Explanation:
 
 
 def explain(evaluator: Evaluator, step: Step) -> Explanation:
-    """Look at a step."""
+    """Explain a simulated step."""
     simulation, graph = step.simulation, step.placed.graph
     whole = step.seconds * len(simulation.ranks)
     shares = dict.fromkeys(evaluator.shape.modules, 0.0)
     for action in simulation.start:
         ranks = graph.stages[action.node].grid.shape[1]
-        shares[computing(action.node.module)] += float(simulation.seconds(action).sum()) * ranks / whole
+        shares[action.node.module] += float(simulation.seconds(action).sum()) * ranks / whole
     scale, after = simulation.time / step.seconds, step.after
     waits = inside_actions(simulation, ExposedCollectives(evaluator, step))
     waits["all-gather"] += after.gathers
@@ -82,70 +86,47 @@ def explain(evaluator: Evaluator, step: Step) -> Explanation:
 
 @dataclass(frozen=True)
 class Unfilled:
-    """A step in which modules fill bubbles, before they did."""
+    """A comparison of a step whose bubbles are filled by modules with two steps without filling."""
 
     filling: Filling
     alone: Explanation
     """The step without these modules."""
     turns: Explanation
-    """The step with them in turns, all their instances together."""
+    """The step with these modules in turns, all their instances together."""
     in_turns: float
-    """Seconds of that."""
+    """Seconds of ``turns``."""
 
 
 def unfilled(evaluator: Evaluator, step: Step) -> Unfilled | None:
-    """Simulate a step without what fills its bubbles, and with it in turns; None where nothing does."""
+    """Simulate a step without the modules that fill its bubbles, and with them in turns; return None if none fill."""
     placed, modules = step.placed, step.placed.graph.filling
     if not modules:
         return None
     alone = evaluator.simulated(placed.without(modules), step.plan)
-    asked = replace(evaluator.asked, fill="auto", pieces={}, prefetch={}, tp_bubbles={})
-    unasked = evaluator.on(cluster=evaluator.cluster, asked=asked)
-    one_after_other = unasked.place(replace(placed.candidate, fill="none", pieces={}, prefetch={}))
+    default_fill = replace(evaluator.asked, fill="auto", pieces={})
+    unasked = evaluator.on(cluster=evaluator.cluster, asked=default_fill)
+    one_after_other = unasked.place(replace(placed.candidate, fill="none", pieces={}))
     turns = unasked.step_of(one_after_other, step.plan.metadata, step.plan.microbatches)
     filling = Filling(modules, alone.seconds, step.seconds, work_of(step, modules))
     return Unfilled(filling, explain(evaluator, alone), explain(unasked, turns), turns.seconds)
 
 
-def beside_collectives(evaluator: Evaluator, step: Step) -> tuple[dict[str, float], float] | None:
-    """Simulate a step that is filled finely with bubbles of tensor parallelism filled, too; None where there are none,
-    or ranks share cores.
-
-    Returns:
-        What a run is told, which is module -> share of its actions in which others can compute; and seconds of a step.
-    """
-    placed, layouts = step.placed, step.placed.placement.layouts
-    parallel = [name for name, layout in layouts.items() if layout.tp > 1]
-    fills = placed.graph.filling and placed.scheduling.fill == "fine"
-    fills = fills and all(layout.cp == 1 for layout in layouts.values())  # whose waits are not told apart here
-    if not (fills and parallel) or evaluator.cluster.shares_cores:
-        return None
-    again = evaluator.place(replace(placed.candidate, tp_bubbles=True))
-    part, whole = evaluator.bubbles(again, step.plan), dict.fromkeys(parallel, 0.0)
-    rooms = whole.copy()
-    for action in (a for a in step.simulation.start if a.microbatch >= 0 and a.node.module in whole):
-        whole[action.node.module] += float(step.simulation.seconds(action).sum())
-        rooms[action.node.module] += float(part(action).sum())
-    shares = {name: round(rooms[name] / whole[name], 3) for name in parallel if whole[name]}
-    return shares, evaluator.simulated(again, step.plan).seconds
-
-
 def work_of(step: Step, modules: Collection[str]) -> float:
-    """Seconds of a rank's work for some modules, on average over the ranks that have any: of its actions, and of their
-    collectives that run beside others.
+    """Return the seconds of a rank's work for some modules, on average over the ranks that have any: of its actions,
+    and of its collectives that overlap other work.
     """
     stages = {n: stage for n, stage in step.placed.graph.stages.items() if n.module in modules}
     ranks = frozenset().union(*(stage.ranks for stage in stages.values()))
-    beside = sum(
+    overlapped = sum(
         (times.gather + times.reduce) * len(stages[node].ranks)
         for node, times in step.placed.times.items()
         if node in stages and times.overlapped
     )
-    return work_on_rank(step.simulation, modules) + beside / max(1, len(ranks))
+    return work_on_rank(step.simulation, modules) + overlapped / max(1, len(ranks))
 
 
 def _received(evaluator: Evaluator, step: Step) -> tuple[float, float]:
-    """Bytes that ranks receive of rows within and across nodes."""
+    """Return the bytes of rows that ranks receive within and across nodes."""
     graph = step.placed.graph
     rows, stages = rows_between(step.plan, graph, evaluator.row_bytes), graph.stages
     within = across = 0.0
@@ -160,3 +141,50 @@ def _received(evaluator: Evaluator, step: Step) -> tuple[float, float]:
             across += float(moved[away].sum())
             within += float(moved[~away & ~same].sum())
     return within, across
+
+
+class ExposedCollectives:
+    """A function of a step's actions: seconds, on every instance, in which its ranks wait for collectives.
+
+    An action waits for what it takes longer than on links without latency and of infinite bandwidth, so collectives
+    that overlap compute do not count. UNSHARD and REDUCE are such waits as a whole. A backward that gathers and reduces
+    in every microbatch waits for both in proportion to their seconds, and so do ranks of tensor and context
+    parallelism.
+    """
+
+    def __init__(self, evaluator: Evaluator, step: Step) -> None:
+        placed, plan = step.placed, step.plan
+        unlinked = evaluator.unlinked(placed.candidate)
+        whole_weights = {node: replace(times, once=True) for node, times in placed.times.items()}
+        self._times = placed.times
+        self._keys = {
+            name: _share_of_keys(evaluator, name, layout)
+            for name, layout in placed.placement.layouts.items()
+            if layout.cp > 1
+        }
+        self._seconds = ActionSeconds(plan, placed.graph, placed.times)
+        self._with_whole_weights = ActionSeconds(plan, placed.graph, whole_weights)
+        self._without_links = ActionSeconds(plan, placed.graph, unlinked)
+
+    def __call__(self, action: Action) -> Mapping[Collective, Float64[np.ndarray, "instances"]]:
+        """Return the waits of one action by collective."""
+        seconds, times = self._seconds(action), self._times[action.node]
+        if action.microbatch < 0:
+            return {"all-gather" if action.kind == "UNSHARD" else "reduce-scatter": seconds}
+        whole = self._with_whole_weights(action)
+        data, reduce = seconds - whole, 0.0 if action.kind == "F" else times.reduce
+        gathers = times.gather / (times.gather + reduce) if times.gather + reduce else 0.0
+        rows, keys = whole - self._without_links(action), self._keys.get(action.node.module)
+        waits: dict[Collective, Float64[np.ndarray, "instances"]] = {
+            "all-gather": gathers * data,
+            "reduce-scatter": (1.0 - gathers) * data,
+            "tensor parallel": rows * (1.0 - (keys or 0.0)),
+        }
+        return waits if keys is None else waits | {"context parallel": rows * keys}
+
+
+def _share_of_keys(evaluator: Evaluator, name: str, layout: ModuleLayout) -> float:
+    """Return context parallelism's share of a module's collectives over the ranks of an instance."""
+    of = rank_collectives(evaluator.shape.modules[name], layout, evaluator.cluster, evaluator.precision)
+    rows, keys = (line.fixed + line.per_row for line in of)
+    return keys / (rows + keys) if rows + keys else 0.0

@@ -9,24 +9,26 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.parallelize.recompute import Recompute
-from hetero_strategy.planner.cluster import Cluster
-from hetero_strategy.planner.context import ROW_ALIGNMENT
-from hetero_strategy.planner.evaluate import Candidate, Evaluator
+from hetero_strategy.planner.candidate import Candidate
+from hetero_strategy.planner.evaluate import Evaluator
 from hetero_strategy.schedule.action import StageId
 from hetero_strategy.schedule.build import make_schedule
-from hetero_strategy.simulator.links import Links
-from tests.planner.models import batch, cluster, model
+from hetero_strategy.simulator.balance_context import ROW_ALIGNMENT
+from hetero_strategy.simulator.cluster import Links
+from hetero_strategy.simulator.cost_model import CostModel
+from hetero_strategy.testing.plans import batch, cluster, model
 
 
 @pytest.mark.parametrize("parts", [1, 4])
 def test_rows_of_tensor_parallel_language_models_are_filled_up_as_in_a_run(parts: int) -> None:
     """Whether or not ranks have parts of them; those of encoders are not."""
     shape, data = model(), batch(16)
-    llm = replace(shape.modules["llm"], row_parts={1: 1, 2: 1, 4: parts})
+    llm = replace(shape.modules["llm"], row_shardings={1: REPLICATED, 2: REPLICATED, 4: RowSharding(parts)})
     shape = replace(shape, modules={**shape.modules, "llm": llm})
-    evaluator = Evaluator(shape, cluster(8), [data])
+    evaluator = Evaluator(CostModel(shape, cluster(8)), [data])
     layouts = {"vision": ModuleLayout(range(8), tp=4), "llm": ModuleLayout(range(8), tp=4)}
     plan = evaluator.step(evaluator.place(Candidate(layouts, microbatches=4))).plan
     rows = {name: np.stack([a.totals(inner=True) for a in plan.assignments[name]]) for name in layouts}
@@ -38,7 +40,7 @@ def test_rows_of_tensor_parallel_language_models_are_filled_up_as_in_a_run(parts
 def test_steps_that_are_simulated_alike_are_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas and shards of pipelines differ in what runs beside their actions; stages, schedules and data do not."""
     given = [batch(16, seed) for seed in range(2)]
-    evaluator, made = Evaluator(model(), cluster(8), given), Mock(wraps=make_schedule)
+    evaluator, made = Evaluator(CostModel(model(), cluster(8)), given), Mock(wraps=make_schedule)
     monkeypatch.setattr("hetero_strategy.planner.evaluate.make_schedule", made)
     ways = [ModuleLayout(8, pp=2, dp_replicate=4 // n, dp_shard=n) for n in (1, 2, 4)]
     candidates = [Candidate(dict.fromkeys(("vision", "llm"), way), n, fill="none") for way in ways for n in (2, 4)]
@@ -47,12 +49,12 @@ def test_steps_that_are_simulated_alike_are_simulated_once(monkeypatch: pytest.M
     for count, other in enumerate((replace(candidates[1], schedule="zb_h1"), replace(candidates[1], fill="fine")), 3):
         evaluator.seconds(other)
         assert made.call_count == 2 * count
-    assert found == [Evaluator(model(), cluster(8), given).seconds(one) for one in candidates]
+    assert found == [Evaluator(CostModel(model(), cluster(8)), given).seconds(one) for one in candidates]
 
 
 def test_seconds_do_not_depend_on_what_was_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of long steps, too, which are cut after fewer samples the more microbatches they have."""
-    monkeypatch.setattr("hetero_strategy.planner.short.MOST_FORWARDS", 8)
+    monkeypatch.setattr("hetero_strategy.planner.step_seconds.MOST_FORWARDS", 8)
     rng, shape = np.random.default_rng(0), model((2, 128), (4, 256))
     llms = [ModuleLayout(8, pp=2, dp_shard=4), ModuleLayout(8, pp=2, tp=2), ModuleLayout(8, pp=2, cp=2, dp_shard=2)]
     llms.append(replace(llms[0], vpp=2, pp_style="v"))
@@ -63,14 +65,14 @@ def test_seconds_do_not_depend_on_what_was_asked_before(monkeypatch: pytest.Monk
         return Candidate(
             {"vision": encoders[rng.integers(len(encoders))], "llm": llm},
             schedule="zbv" if llm.vpp > 1 else ("1f1b", "zb_h1")[rng.integers(2)],
-            recompute={"llm": Recompute(int(rng.integers(1, 3)))},
+            transforms={"llm": [Recompute(int(rng.integers(1, 3)))]},
             fill=("none", "fine", "decoupled")[rng.integers(3)],
         )
 
     candidates = [replace(one, microbatches=n) for one in (drawn() for _ in range(8)) for n in (4, 12, 24)]
     found = []
     for order in (range(len(candidates)), reversed(range(len(candidates)))):
-        evaluator = Evaluator(shape, cluster(8), [batch(24)])
+        evaluator = Evaluator(CostModel(shape, cluster(8)), [batch(24)])
         found.append(dict(sorted((i, evaluator.seconds(candidates[i])) for i in order)))
     assert found[0] == found[1]
 
@@ -96,11 +98,11 @@ def test_groups_are_as_slow_as_the_links_of_the_node_that_has_fewest_of_them(
 ) -> None:
     """Wherever their first rank lies; those inside a node wait for no other one."""
     layout = ModuleLayout(ranks, **degrees).resolved()
-    two, mixed = cluster(16, 8), Cluster((*cluster(8).pools, *cluster(8).pools), cluster(16, 8).across)
-    assert two.members(layout) == mixed.members(layout) == (shards, replicas)
-    found = Evaluator(model(), two, [batch(16)]).place(Candidate(dict.fromkeys(("vision", "llm"), layout)))
+    two = cluster(16, 8)
+    assert two.members(layout) == (shards, replicas)
+    found = Evaluator(CostModel(model(), two), [batch(16)]).place(Candidate(dict.fromkeys(("vision", "llm"), layout)))
     (blocks, *_), shard = found.placement.layouts["llm"].split or (), layout.shards
-    near, far = two.pools[0].within, two.across
+    near, far = two.within, two.across
     links = near if shards == shard else Links(far.latency, min(near.bandwidth, shards * far.bandwidth))
     size = 2 * 12 * 512**2 / layout.tp * (shard - 1) / shard
     expected = blocks * (links.latency * np.log2(shard) + size / links.bandwidth)

@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.model.spec import ModelSpec
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata
-from hetero_strategy.planner.context import ROW_ALIGNMENT
-from hetero_strategy.planner.evaluate import Candidate, Evaluator
-from hetero_strategy.planner.explain import explain, unfilled
-from hetero_strategy.planner.exposed import ExposedCollectives
-from hetero_strategy.planner.shape import ModelShape
-from hetero_strategy.planner.times import SEPARATE, Overlap
+from hetero_strategy.planner.candidate import Candidate
+from hetero_strategy.planner.evaluate import Evaluator
+from hetero_strategy.planner.explain import ExposedCollectives, explain, unfilled
 from hetero_strategy.schedule.action import Action, Kind, StageId
 from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.simulator.bubbles import inside_actions
-from hetero_strategy.simulator.links import Links
-from tests.planner.models import batch, cluster, model, module
+from hetero_strategy.simulator.balance_context import ROW_ALIGNMENT
+from hetero_strategy.simulator.cluster import Links
+from hetero_strategy.simulator.cost_model import SEPARATE, CostModel, Overlap
+from hetero_strategy.simulator.result import inside_actions
+from hetero_strategy.testing.plans import batch, cluster, model, module
 
 PLAIN = BalanceConfig(reorder="none")
 ROWS, WIDTH, BLOCKS, LATENCY, BANDWIDTH = 8, 256, 4, 1e-5, 1e10
@@ -36,10 +36,10 @@ def ring(size: float, collectives: int = 1) -> float:
 
 def waits(candidate: Candidate, overlap: Overlap = SEPARATE, keys: int = 0) -> dict[Kind, dict[str, float]]:
     """Kind of action -> collective -> seconds, of a language model with a sample of 8 rows for each instance."""
-    shape = ModelShape({"llm": replace(module(BLOCKS, WIDTH, samplewise=True), keys=keys)}, ())
+    shape = ModelSpec({"llm": replace(module(BLOCKS, WIDTH, samplewise=True), keys=keys)}, ())
     tokens = np.full(candidate.layouts["llm"].resolved().dp, ROWS)
     data = StepMetadata(0, 0, np.arange(len(tokens)), tokens, tokens - 1, {})
-    evaluator = Evaluator(shape, cluster(2), [data], overlap=overlap)
+    evaluator = Evaluator(CostModel(shape, cluster(2), overlap=overlap), [data])
     step = evaluator.step(evaluator.place(candidate))
     exposed = ExposedCollectives(evaluator, step)
     found: dict[Kind, dict[str, float]] = {}
@@ -50,15 +50,15 @@ def waits(candidate: Candidate, overlap: Overlap = SEPARATE, keys: int = 0) -> d
 
 @pytest.mark.parametrize("again", [0, 1])
 def test_rows_of_tensor_parallel_ranks_are_waited_for_in_forward_backward_and_what_is_recomputed(again: int) -> None:
-    recompute = {"llm": Recompute()} if again else {}
+    transforms = {"llm": [Recompute()]} if again else {}
     layouts = {"llm": ModuleLayout(2, tp=2)}
-    found = waits(Candidate(layouts, recompute=recompute))
+    found = waits(Candidate(layouts, transforms=transforms))
     of_block = 4 * ring(2 * (2 * ROW_ALIGNMENT) * WIDTH)  # the 8 rows are filled up
     assert found["F"]["tensor parallel"] == pytest.approx(BLOCKS * of_block)
     # No gradient has to reach the rows of the first block.
     assert found["B"]["tensor parallel"] == pytest.approx((BLOCKS - 1 + again * BLOCKS) * of_block)
     assert not any(seconds[name] for seconds in found.values() for name in seconds if name != "tensor parallel")
-    beside = waits(Candidate(layouts, recompute=recompute), Overlap(tp=True))
+    beside = waits(Candidate(layouts, transforms=transforms), Overlap(tp=True))
     assert 0 < beside["F"]["tensor parallel"] < found["F"]["tensor parallel"]
 
 
@@ -96,9 +96,9 @@ def test_steps_before_their_bubbles_are_filled() -> None:
     samples, pp, rows = 8, 4, 128
     numbers, tokens = np.arange(samples), np.full(samples, 2 * rows)
     items = StepItems(numbers, np.full(samples, rows), np.zeros(samples, np.int64), np.full(samples, 4 * rows))
-    free = replace(cluster(pp).changed(within=Links()), across=Links())
+    free = replace(cluster(pp), within=Links(), across=Links())
     data = StepMetadata(0, 0, numbers, tokens, tokens - 1, {"vision": items})
-    evaluator = Evaluator(model(), free, [data], balance=PLAIN)
+    evaluator = Evaluator(CostModel(model(), free), [data], balance=PLAIN)
     layouts = {"vision": ModuleLayout(pp, dp_replicate=pp), "llm": ModuleLayout(pp, pp=pp, split=(2,) * pp)}
     candidate = Candidate(layouts, samples, schedule="1f1b", fill="fine")
     step = evaluator.step(evaluator.place(candidate))
@@ -115,7 +115,7 @@ def test_steps_before_their_bubbles_are_filled() -> None:
     assert found.filling.alone < step.seconds < found.in_turns
     assert 0.1 < found.filling.efficiency < 1.0
     assert unfilled(evaluator, evaluator.step(evaluator.place(replace(candidate, fill="none")))) is None
-    for fill in ("fine", "coarse"):  # as a person asks: in turns all the same
+    for fill in ("fine", "decoupled"):  # as a person asks: in turns all the same
         told = evaluator.on(cluster=free, asked=ScheduleConfig(fill=fill))
         asked = unfilled(told, told.step(told.place(candidate)))
         assert asked is not None and asked.turns == found.turns
@@ -124,7 +124,7 @@ def test_steps_before_their_bubbles_are_filled() -> None:
 
 
 def test_what_is_waited_for_inside_actions_and_outside_of_them() -> None:
-    evaluator = Evaluator(model(), cluster(4), [batch(16)], balance=PLAIN)
+    evaluator = Evaluator(CostModel(model(), cluster(4)), [batch(16)], balance=PLAIN)
     layouts = {"vision": ModuleLayout(4, dp_shard=2, tp=2), "llm": ModuleLayout(4, pp=2, tp=2)}
     step = evaluator.step(evaluator.place(Candidate(layouts, 8, fill="fine")))
     found = explain(evaluator, step)

@@ -8,25 +8,26 @@ import numpy as np
 import pytest
 
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.layout.row_sharding import REPLICATED
+from hetero_strategy.model.spec import ModelSpec, ModuleSpec
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepMetadata
-from hetero_strategy.planner.cluster import Cluster, Device, NodePool
-from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
+from hetero_strategy.planner.candidate import Candidate
+from hetero_strategy.planner.evaluate import Evaluator, Step
 from hetero_strategy.planner.explain import work_of
-from hetero_strategy.planner.overlap import seconds_after
-from hetero_strategy.planner.shape import ModelShape, ModuleShape
-from hetero_strategy.planner.times import Overlap
-from hetero_strategy.simulator.links import Links
-from tests.planner.models import cluster, generator
+from hetero_strategy.planner.step_seconds import seconds_after
+from hetero_strategy.simulator.cluster import Cluster, Device, Links
+from hetero_strategy.simulator.cost_model import CostModel, Overlap
+from hetero_strategy.testing.plans import cluster, generator
 
 BLOCKS = 4
-SHAPE = ModelShape(
+SHAPE = ModelSpec(
     {
-        "llm": ModuleShape(
+        "llm": ModuleSpec(
             per_row=np.full(BLOCKS, 1.0), per_pair=np.zeros(BLOCKS), parameters=np.full(BLOCKS, 1000),
             trained=np.full(BLOCKS, 1000), trained_share=np.ones(BLOCKS), has_blocks=True, width=1, edge_width=1,
-            tp=(1,), row_parts={1: 1}, samplewise=True, stored=np.zeros((BLOCKS, 2, 2, 2), np.int64),
-            largest=np.zeros(BLOCKS, np.int64), buffers=0,
+            tp=(1,), row_shardings={1: REPLICATED}, samplewise=True, stored=np.zeros((BLOCKS, 2, 2, 2), np.int64),
+            largest=np.zeros(BLOCKS, np.int64), buffers=0, moved=np.zeros(BLOCKS),
         )
     },
     (),
@@ -35,10 +36,10 @@ SHAPE = ModelShape(
 
 def step(overlap: Overlap, bandwidth: float, pp: int = 1, microbatches: int = 4, schedule: str = "1f1b") -> Step:
     device = Device("toy", flops=1.0, memory=1e9, memory_bandwidth=28000.0, matmul=1.0, attention=1.0)
-    toys = Cluster((NodePool(device, 1, 2 * pp, Links(0.0, bandwidth)),), Links())
+    toys = Cluster(device, 1, 2 * pp, Links(0.0, bandwidth), Links())
     tokens = np.full(2 * microbatches, 10)
     batch = StepMetadata(0, 0, np.arange(len(tokens)), tokens, tokens - 1, {})
-    evaluator = Evaluator(SHAPE, toys, [batch], overlap=overlap)
+    evaluator = Evaluator(CostModel(SHAPE, toys, overlap=overlap), [batch])
     layout = ModuleLayout(2 * pp, dp_shard=2, pp=pp, split=(BLOCKS // pp,) * pp)
     return evaluator.step(
         evaluator.place(Candidate({"llm": layout}, microbatches, schedule, reshard_after_forward="never"))
@@ -111,7 +112,7 @@ def test_the_latest_stage_delays_the_step() -> None:
 def test_instances_on_their_own_that_train_nothing_have_no_sum_to_wait_for() -> None:
     """A frozen generator passes gradients on to the language model."""
     shape, data = generator(trains=False)
-    evaluator = Evaluator(shape, cluster(4), [data], balance=BalanceConfig(reorder="none"))
+    evaluator = Evaluator(CostModel(shape, cluster(4)), [data], balance=BalanceConfig(reorder="none"))
     layouts = {"llm": ModuleLayout(4, pp=4), "draw": ModuleLayout(4, dp_shard=4)}
     found = evaluator.step(evaluator.place(Candidate(layouts, 8, fill="fine")))
     assert "draw" in found.placed.graph.apart

@@ -8,16 +8,17 @@ import numpy as np
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.plan.config import BalanceConfig
-from hetero_strategy.planner.rigid import rigid_layouts
+from hetero_strategy.planner.propose import rigid_layouts
 from hetero_strategy.planner.search import Planner
-from tests.planner.models import batch, cluster, generator, model
+from hetero_strategy.simulator.cost_model import CostModel
+from hetero_strategy.testing.plans import batch, cluster, generator, model
 
 
 def planner(ranks: int) -> Planner:
     made = model((4, 256), (8, 512))
     shape = replace(made, modules={**made.modules, "llm": replace(made.modules["llm"], keys=256)})
     given = {"balance": BalanceConfig(reorder="none"), "microbatches": 2, "simulations": 4}
-    return Planner(shape, cluster(ranks), [batch(8)], **given)  # type: ignore[arg-type]
+    return Planner(CostModel(shape, cluster(ranks)), [batch(8)], **given)  # type: ignore[arg-type]
 
 
 def test_encoders_lie_in_the_first_stage_with_an_instance_for_each_of_the_language_model() -> None:
@@ -40,7 +41,7 @@ def test_the_best_of_them_is_found_and_no_faster_than_a_plan() -> None:
     assert layouts["vision"].dp == layouts["llm"].dp and {*layouts["vision"].ranks} <= {*layouts["llm"].ranks}
     assert (
         len(layouts["llm"].ranks) == 4
-        and (made.estimates.needed(peer.candidate, in_step=True) <= made.estimates.room).all()
+        and (made.estimates.needed(peer.candidate, in_step=True) <= made.estimates.memory).all()
     )
     made.estimates.memory = float(np.finfo(float).tiny)
     assert made.rigid() is None
@@ -48,4 +49,4 @@ def test_the_best_of_them_is_found_and_no_faster_than_a_plan() -> None:
 
 def test_generators_have_no_usual_place() -> None:
     shape, data = generator()
-    assert Planner(shape, cluster(4), [data], balance=BalanceConfig(reorder="none")).rigid() is None
+    assert Planner(CostModel(shape, cluster(4)), [data], balance=BalanceConfig(reorder="none")).rigid() is None
