@@ -1,7 +1,7 @@
 """One checkpoint over all modules: owned tensors under global names, loadable into any other layout bit by bit.
 
 A checkpoint is a folder of safetensors and JSON (``folder`` describes its files); nothing in it is ever unpickled.
-``python -m hetero_strategy.checkpoint --help`` describes or exports one without a model.
+``python -m hetero_strategy.checkpoint --help`` shows the commands that describe or export one without a model.
 """
 
 from hetero_strategy.checkpoint.codec import decode, encode

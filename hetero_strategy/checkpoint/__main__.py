@@ -1,4 +1,4 @@
-"""``python -m hetero_strategy.checkpoint describe|export ...``: look at a checkpoint or export it, without a model."""
+"""Describe or export a checkpoint without a model: ``python -m hetero_strategy.checkpoint describe|export ...``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from hetero_strategy.checkpoint.folder import describe
 from hetero_strategy.errors import CheckpointError
 from hetero_strategy.model.hf_folder import EXTRA
 
-HELP = "Look at a checkpoint, or export it for other programs; neither needs the model."
+HELP = "Describe a checkpoint, or export it for other programs. Neither needs the model."
 EXPORT_HELP = f"""
-Writes weights and config.json that from_pretrained of transformers loads, and a README.md with the class that does: of
-titan_llama, hf_llama and hf_qwen3 a causal language model (AutoModelForCausalLM), of siglip2_encoder the backbone as a
-Siglip2VisionModel (AutoModel), of whisper_encoder the backbone as a
-transformers.models.whisper.modeling_whisper.WhisperEncoder, which no auto class has: AutoModel makes a WhisperModel
-with new weights of its folder. An encoder's projector lies beside its backbone in
-{EXTRA}; checkpoint= of our functions reads both. A flow_decoder and modules of one's own keep their own names in
-model.safetensors and have no config.json; so does all of a checkpoint that was not saved by a run, or before runs
-recorded these names.
+Write weights and a config.json that from_pretrained of transformers loads, and a README.md that names the class.
+titan_llama, hf_llama and hf_qwen3 become a causal language model (AutoModelForCausalLM). The backbone of a
+siglip2_encoder becomes a Siglip2VisionModel (AutoModel), that of a whisper_encoder a
+transformers.models.whisper.modeling_whisper.WhisperEncoder. No auto class has that: AutoModel would make a WhisperModel
+with new weights. An encoder's projector goes to {EXTRA} in the same folder; checkpoint= of our functions reads both.
+A flow_decoder and your own modules keep their own names in model.safetensors and have no config.json. So does every
+module of a checkpoint without a record of Hugging Face names, such as one that no run has saved.
 """
 
 
@@ -31,25 +30,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show = commands.add_parser("describe", help="list step, tensors, shapes and dtypes")
     show.add_argument("checkpoint")
     out = commands.add_parser("export", help="write every module as Hugging Face does", description=EXPORT_HELP)
-    out.add_argument("checkpoint", help="of a run, in any layout")
-    out.add_argument("folder", help="must not exist or be empty; every module becomes a folder in it")
-    out.add_argument("--module", help="only this module, such as vision, right in the folder")
+    out.add_argument("checkpoint", help="checkpoint of a run, in any layout")
+    out.add_argument("folder", help="folder to write, empty or new; every module becomes a folder in it")
+    out.add_argument("--module", help="export only this module, such as vision, into the folder itself")
     out.add_argument("--dtype", choices=list(CASTS), help="cast floating tensors; default: as stored")
     out.add_argument(
         "--file-gb", type=float, default=FILE_BYTES / 1e9, help="greatest size of a file (default %(default)s)"
     )
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        if chosen.command == "describe":
-            about = describe(chosen.checkpoint)
+        if options.command == "describe":
+            about = describe(options.checkpoint)
             head = f"{about.path}: step {about.step}, epoch {about.epoch}, saved by {about.world_size} ranks"
             lines = [f"{head}, {about.nbytes / 1e6:,.1f} MB"]
             for key, stored in about.tensors.items():
                 dtype = str(stored.dtype).removeprefix("torch.")
                 lines.append(f"{key}  {dtype} {list(stored.shape)}  in {len(stored.pieces)} pieces")
         else:
-            cast, file_bytes = CASTS.get(chosen.dtype), int(chosen.file_gb * 1e9)
-            written = export(chosen.checkpoint, chosen.folder, module=chosen.module, dtype=cast, file_bytes=file_bytes)
+            cast, file_bytes = CASTS.get(options.dtype), int(options.file_gb * 1e9)
+            written = export(
+                options.checkpoint, options.folder, module=options.module, dtype=cast, file_bytes=file_bytes
+            )
             lines = [_summary(exported) for exported in written]
     except CheckpointError as fault:
         sys.stderr.write(f"{fault}\n")
@@ -62,10 +63,10 @@ def _summary(exported: Exported) -> str:
     if not exported.names:
         return f"{exported.folder / EXTRA}: {len(exported.extra)} tensors outside the modules"
     name = exported.architecture
-    how = f"for {INNER.get(name, 'transformers')}.{name}" if name else "under their own names"
-    how += ", not AutoModel" if name in INNER else ""
+    names = f"for {INNER.get(name, 'transformers')}.{name}" if name else "under their own names"
+    names += ", not AutoModel" if name in INNER else ""
     more = f"; {len(exported.extra)} more in {EXTRA}, under their own names" if exported.extra else ""
-    return f"{exported.folder}: {len(exported.names)} tensors {how}{more}"
+    return f"{exported.folder}: {len(exported.names)} tensors {names}{more}"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What a checkpoint says besides its tensors, as JSON and a list of tensors; never a pickle.
+"""Encode the values of a checkpoint besides its parameters as JSON and a list of tensors; never as a pickle.
 
-A value of a type that JSON has (None, bool, int, str, finite float, list, dict with text keys) stands for itself. Any
-other becomes an object with one reserved key, ``"$"``, that names its type. Tensors are taken out into a list, which
-the caller stores as safetensors. What has no form here is refused with its path and type: the only other way to bring
-it back would be to run code found in a checkpoint.
+A value of a type that JSON has (None, bool, int, str, finite float, list, dict with text keys) is stored as itself. A
+value of another type becomes an object whose reserved key, ``"$"``, names the type. Tensors go to a list, which the
+caller stores as safetensors. All other values are refused with their path and type: restoring them would need to run
+code found in a checkpoint.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def encode(value: object) -> tuple[Any, list[torch.Tensor]]:
     dict and list (OrderedDict and Counter stay), OmegaConf containers as plain ones with their interpolations resolved.
 
     Raises:
-        CheckpointError: a value has no form; the message gives its path (``callbacks.EMA.shadow``) and type.
+        CheckpointError: a value cannot be encoded; the message gives its path (``callbacks.EMA.shadow``) and type.
     """
     encoder = _Encoder()
     return encoder.encode(value), encoder.tensors
 
 
 def decode(encoded: object, tensors: Sequence[torch.Tensor] = ()) -> Any:
-    """Undo :func:`encode`. Builds only values of the types listed here; imports and calls nothing by name.
+    """Undo :func:`encode`. Build only values of the types listed here; import and call nothing by name.
 
     Raises:
         CheckpointError: ``encoded`` was not made by :func:`encode`.
@@ -52,7 +52,7 @@ def decode(encoded: object, tensors: Sequence[torch.Tensor] = ()) -> Any:
 
 @contextmanager
 def damage(what: object) -> Iterator[None]:
-    """Say ``what`` is damaged where reading it raises something else than a CheckpointError."""
+    """Raise CheckpointError that ``what`` is damaged if reading it raises an error of another kind."""
     try:
         yield
     except CheckpointError:
@@ -68,23 +68,14 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _bounds(value: Any) -> list[int | None]:
-    bounds = [value.start, value.stop, value.step]
-    if not all(bound is None or type(bound) is int for bound in bounds):
-        raise TypeError
-    return bounds
-
-
 _LEAVES: dict[str, tuple[type | tuple[type, ...], Callable[[Any], Any], Callable[[Any], Any]]] = {
     "float": (float, lambda value: repr(float(value)), float),  # infinite or NaN
-    "complex": (complex, lambda value: [repr(value.real), repr(value.imag)], lambda parts: complex(*map(float, parts))),
     "bytes": ((bytes, bytearray), lambda value: base64.b64encode(value).decode(), base64.b64decode),
     "path": (PurePath, str, Path),
     "dtype": (torch.dtype, lambda value: str(value).removeprefix("torch."), _dtype),
     "device": (torch.device, str, torch.device),
     "size": (torch.Size, list, torch.Size),
-    "range": (range, _bounds, lambda bounds: range(*bounds)),
-    "slice": (slice, _bounds, lambda bounds: slice(*bounds)),
+    "range": (range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
     "timedelta": (
         datetime.timedelta,
         lambda value: [value.days, value.seconds, value.microseconds],
@@ -92,11 +83,11 @@ _LEAVES: dict[str, tuple[type | tuple[type, ...], Callable[[Any], Any], Callable
     ),
     "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
 }
-"""Name in the file -> types that it stands for, value to JSON, JSON to value."""
+"""Name in the file -> types, value to JSON, and JSON to value."""
 
 _MAPPINGS: dict[str, type] = {"ordered": OrderedDict, "counter": Counter}
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
-"""Name in the file -> type; subclasses are refused, as a named tuple would lose its names."""
+"""Name in the file -> type. Subclasses of sequences are refused: a named tuple would lose its names."""
 
 
 def _tagged(kind: str, value: object, **more: object) -> dict[str, object]:
@@ -104,7 +95,7 @@ def _tagged(kind: str, value: object, **more: object) -> dict[str, object]:
 
 
 class _Encoder:
-    """Encodes one value, remembering its tensors and the way to the part that is being encoded."""
+    """An encoder of one value, which collects its tensors and knows the path of the part that is being encoded."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -113,7 +104,7 @@ class _Encoder:
 
     def encode(self, value: Any) -> Any:
         """Return the JSON value of one part."""
-        # numpy's float64 and str_ are Python floats and strings too, and some enums are: they come first
+        # numpy's float64 and str_ are Python floats and strings too, as are some enums: test for those types first
         if isinstance(value, (np.generic, np.ndarray)):
             return self._array(value)
         if isinstance(value, enum.Enum):
@@ -133,12 +124,9 @@ class _Encoder:
             return _tagged("tensor", len(self.tensors) - 1)
         for kind, (types, to_json, _) in _LEAVES.items():
             if isinstance(value, types):
-                try:
-                    return _tagged(kind, to_json(value))
-                except TypeError:
-                    raise self._refused(value) from None
+                return _tagged(kind, to_json(value))
         if isinstance(value, type) and value.__module__.startswith("omegaconf."):
-            return value.__name__  # Lightning's `hparams_type`; it reads a name as "attribute dict"
+            return value.__name__  # Lightning's `hparams_type`: Lightning reads a name as an attribute dict
         if id(value) in self._above:
             raise self._refused(value, "it contains itself")
         self._above.add(id(value))
@@ -174,7 +162,7 @@ class _Encoder:
         return _tagged(kind, data, dtype=array.dtype.str, shape=list(array.shape))
 
     def _plain_config(self, value: Any) -> Any:
-        """Turn an OmegaConf container into a plain one. Does not import omegaconf: its maker has done so."""
+        """Turn an OmegaConf container into a plain one. Import omegaconf only if it is imported already."""
         if not type(value).__module__.startswith("omegaconf."):
             return value
         from omegaconf import Container, OmegaConf
@@ -183,7 +171,7 @@ class _Encoder:
         if not isinstance(value, Container):
             return value
         try:
-            # interpolations may point outside this part of the config, which a later process does not have
+            # interpolations may point outside this part of the config, to values that a later process does not have
             return OmegaConf.to_container(value, resolve=True, throw_on_missing=False)
         except OmegaConfBaseException as fault:
             raise self._refused(value, f"it does not resolve: {fault}") from fault

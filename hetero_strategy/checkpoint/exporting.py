@@ -1,7 +1,7 @@
-"""Plain weights for other programs, from any checkpoint of a run: safetensors and config.json as Hugging Face's.
+"""Export a checkpoint as plain weights for other programs: safetensors and config.json in Hugging Face's form.
 
-A save leaves in its metadata, under :data:`EXPORT_KEY`, what every module's parameters are called in its Hugging Face
-folder and what config.json says there, so that an export needs no model. Without such a record names stay ours.
+A save records in its metadata, under :data:`EXPORT_KEY`, the Hugging Face name of every parameter and the content of
+config.json, so that an export needs no model. Without such a record parameters keep our names.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ FILE_BYTES = 5 * 10**9
 CASTS = {
     "float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
 }  # fmt: skip
-"""Dtypes of weights that mean the same without a scale beside them, as float8 needs one."""
+"""Dtypes that weights may be cast to, without float8, which needs a scale."""
 INNER = {"WhisperEncoder": "transformers.models.whisper.modeling_whisper"}
-"""Architectures that neither ``from transformers import`` nor an auto class finds -> the module that has them."""
+"""Architectures that neither ``from transformers import`` nor an auto class finds -> their modules."""
 README = """Weights of `{name}`, which transformers loads:
 
     from {module} import {architecture}
@@ -46,28 +46,28 @@ No auto class has a {architecture}: `AutoModel.from_pretrained(folder)` would ma
 
 @dataclass(frozen=True)
 class Exported:
-    """One folder of an export."""
+    """A folder of an export."""
 
     folder: Path
     names: tuple[str, ...]
     """Names of its tensors in model.safetensors."""
     architecture: str | None
-    """The transformers class whose ``from_pretrained`` loads it; None if the names are our own."""
+    """The transformers class whose ``from_pretrained`` loads the folder; None if the names are our own."""
     extra: tuple[str, ...]
     """Names of its tensors in :data:`EXTRA`."""
 
 
 def export_record(modules: Mapping[str, Adapter]) -> dict[str, dict[str, Any]]:
-    """Return what a save keeps under :data:`EXPORT_KEY`, of modules by the prefix of their names (``model.llm.``)."""
+    """Return the record of a save under :data:`EXPORT_KEY`, for modules by prefix of their names (``model.llm.``)."""
     record: dict[str, dict[str, Any]] = {start.removesuffix("."): {} for start in modules}
     for start, module in modules.items():
         weights, tied = module.hf_weights(), module.tied_weight()
         if weights is not None:
             names, heads = dict(weights.names), dict(weights.paired_heads)
             if tied is not None:
-                names[tied[1]] = names[tied[0]]  # one parameter under two names of ours has one there
-            said = {"config": weights.config, "processor": weights.processor}
-            record[start.removesuffix(".")] |= {"names": names, "paired_heads": heads, **said}
+                names[tied[1]] = names[tied[0]]  # a tied parameter has two names here and one in Hugging Face's model
+            configs = {"config": weights.config, "processor": weights.processor}
+            record[start.removesuffix(".")] |= {"names": names, "paired_heads": heads, **configs}
     return record
 
 
@@ -79,22 +79,23 @@ def export(
     dtype: torch.dtype | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> tuple[Exported, ...]:
-    """Write a checkpoint's parameters to ``folder``, in one process and without a model; one full tensor at a time.
+    """Write a checkpoint's parameters to ``folder``, in one process, without a model and one full tensor at a time.
 
-    Every module becomes a folder of its name, with model.safetensors (several files and an index where it is large),
-    config.json and a README.md that names the class which loads them. What the Hugging Face model has no place for,
-    such as a projector, goes to :data:`EXTRA` beside them; a module that has no such model keeps its own names. A
-    checkpoint without a record gives one folder.
+    Every module becomes a folder of its name, with model.safetensors (several files and an index if it is large),
+    config.json and a README.md that names the class which loads them. Tensors that the Hugging Face model does not
+    have, such as a projector's, go to :data:`EXTRA` in the same folder. A module without such a model keeps its own
+    names. A checkpoint without a record becomes one folder.
 
     Args:
-        folder: where to write; it must not exist or be empty.
-        module: export only this module (``vision`` or a dotted path), right in ``folder``.
-        dtype: one of :data:`CASTS`, which floating tensors are cast to; by default they stay as stored.
+        checkpoint: path of the checkpoint, of any layout.
+        folder: folder to write, which must be empty or not exist.
+        module: export only this module (``vision`` or a dotted path), into ``folder`` itself.
+        dtype: dtype of :data:`CASTS` that floating tensors are cast to; by default they stay as stored.
         file_bytes: greatest size of a file of model weights, unless a single tensor is larger.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, has no such module, ``dtype`` is another, or ``folder`` cannot be
-            written.
+        CheckpointError: the checkpoint is damaged or has no such module, ``dtype`` is not in :data:`CASTS`, or
+            ``folder`` cannot be written.
     """
     if dtype is not None and dtype not in CASTS.values():
         raise CheckpointError(f"export: weights cannot be cast to {dtype}; give one of {', '.join(CASTS)}")
@@ -113,11 +114,11 @@ def export(
             for path, keys in _keys_by_module(index, module, record).items():
                 inside = path.rpartition(".")[2] if module is None and record else ""
                 if module is None and record and not path:
-                    made = Exported(temporary, (), None, writer.write_extra(temporary, keys))
+                    exported = Exported(temporary, (), None, writer.write_extra(temporary, keys))
                 else:
                     name = path.rpartition(".")[2]
-                    made = writer.write(temporary / inside, name, keys, record.get(path, {}))
-                written.append(replace(made, folder=target / inside))
+                    exported = writer.write(temporary / inside, name, keys, record.get(path, {}))
+                written.append(replace(exported, folder=target / inside))
             os.rename(temporary, target)
         except (OSError, TypeError) as fault:  # TypeError: a config that JSON cannot hold
             raise CheckpointError(f"cannot export to {target}: {fault}") from fault
@@ -127,12 +128,12 @@ def export(
 
 
 def _keys_by_module(index: Description, module: str | None, record: Mapping[str, object]) -> dict[str, dict[str, str]]:
-    """Return path of a module in the LightningModule ("" for none) -> name inside it -> key in the checkpoint."""
+    """Return keys of the checkpoint by path of their module in the LightningModule ("" for none) and name inside it."""
     keys = {key.removeprefix("model."): key for key in index.tensors if key.startswith("model.")}
     inside: dict[str, dict[str, str]] = {}
     for name, key in keys.items():
         path = next((path for path in record if name.startswith(f"{path}.")), "")
-        if module is not None:  # it may lie deeper than the root, below the LightningModule's own attribute
+        if module is not None:  # the module may be below an attribute of the LightningModule
             start = f".{name}".find(f".{module}.")
             if start < 0:
                 continue
@@ -149,7 +150,7 @@ def _keys_by_module(index: Description, module: str | None, record: Mapping[str,
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes one folder; arguments as of :func:`export`."""
+    """A writer of the folders of one export; fields as the arguments of :func:`export`."""
 
     reader: TensorReader
     index: Description
@@ -167,12 +168,12 @@ class _Writer:
         folder.mkdir(exist_ok=True)
         _write(folder, entries, self.file_bytes)
         if config:
-            # transformers loads all weights in one dtype, which may not be the one that the model once had
+            # transformers loads all weights in one dtype: the widest one loses nothing
             widest = max((e.dtype for e in entries if e.dtype.is_floating_point), key=lambda dtype: dtype.itemsize)
             content = {**config, "dtype": str(widest).removeprefix("torch.")}
             (folder / "config.json").write_text(json.dumps(content, indent=2))
-        if said := record.get("processor"):
-            (folder / PROCESSOR).write_text(json.dumps(said, indent=2))
+        if processor := record.get("processor"):
+            (folder / PROCESSOR).write_text(json.dumps(processor, indent=2))
         architecture = next(iter(config.get("architectures") or ()), None)
         if architecture is not None:
             text = README + (NO_AUTO if architecture in INNER else "")
@@ -199,6 +200,7 @@ class _Writer:
 
 
 def _write(folder: Path, entries: list[Entry], file_bytes: int) -> None:
+    """Write weights to model.safetensors, or to several files and an index if they are larger than ``file_bytes``."""
     files: list[list[Entry]] = [[]]
     for entry in entries:
         if files[-1] and sum(other.nbytes for other in files[-1]) + entry.nbytes > file_bytes:

@@ -1,11 +1,11 @@
-"""What lies in a checkpoint's folder, and how a new one takes the place of an old one.
+"""The files of a checkpoint's folder, and how a new checkpoint replaces an old one.
 
-    checkpoint.json             index: every tensor's dtype, shape and pieces; every file's size and checksums, and at
-                                its end its own checksum. Written last: the folder is complete if and only if this file
-                                is there and the sizes are right
-    rank-00000.safetensors      the pieces that rank 0 wrote, and so on
-    metadata.json, metadata.safetensors                  what is not a parameter, see ``codec``
-    rank-00000.state.json, rank-00000.state.safetensors  what one rank alone knows (random number states)
+    checkpoint.json             index: every tensor's dtype, shape and pieces; every file's size and checksums; at the
+                                end its own checksum. It is written last: a folder is complete if and only if it has an
+                                index and all files have their sizes
+    rank-00000.safetensors      the pieces that rank 0 wrote, and so on for every rank
+    metadata.json, metadata.safetensors                  everything that is not a parameter, in the form of ``codec``
+    rank-00000.state.json, rank-00000.state.safetensors  the state of one rank alone (random number states)
 
 A save writes ``<path>.tmp-<token>``, moves a present ``<path>`` to ``<path>.old``, moves the new folder in and deletes
 ``<path>.old``. Killed at any moment it leaves ``<path>`` or ``<path>.old`` complete, and :func:`describe` finds which.
@@ -44,8 +44,6 @@ INDEX = "checkpoint.json"
 METADATA = "metadata"
 FORMAT = "hetero_strategy"
 VERSION = 2
-WITHOUT_CHECKSUMS = 1
-"""The version before, which is read too."""
 _OURS = re.compile(r"(checkpoint\.json(\.part)?|(metadata|rank-\d{5,}(\.state)?)\.(json|safetensors))$")
 _TEMPORARY = re.compile(r"(?P<path>.+)\.(tmp-[0-9a-f]+|old)$")
 
@@ -74,7 +72,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Description:
-    """Everything about a checkpoint that can be known without reading tensors."""
+    """The contents of the index of a checkpoint, without its tensors."""
 
     path: Path
     world_size: int
@@ -85,23 +83,18 @@ class Description:
 
     @property
     def nbytes(self) -> int:
-        """Size of all files in bytes."""
+        """Return the size of all files in bytes."""
         return sum(file.nbytes for file in self.files.values())
-
-    @property
-    def has_checksums(self) -> bool:
-        """Whether damage is noticed; checkpoints of the version before have no checksums."""
-        return all(file.checksums for file in self.files.values())
 
 
 def describe(path: str | os.PathLike[str]) -> Description:
-    """Find the complete checkpoint of a path (the folder itself, or ``<path>.old`` after a killed save).
+    """Find the complete checkpoint of a path: the folder itself, or ``<path>.old`` after a killed save.
 
-    A path that names the temporary folder of a killed save stands for the checkpoint it was to replace. Only the index
-    is read, in one process.
+    The path of a killed save's temporary folder stands for the checkpoint that it was to replace. Only the index is
+    read, in this process alone.
 
     Raises:
-        CheckpointError: none is complete; the message says what is wrong with ``path``.
+        CheckpointError: no checkpoint is complete; the message says what is wrong with ``path``.
     """
     path = Path(path)
     candidates = [path, old_of(path)]
@@ -114,10 +107,10 @@ def describe(path: str | os.PathLike[str]) -> Description:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint, if there is one, and what killed saves left beside it, from one process.
+    """Delete a checkpoint, if there is one, and the temporary folders of killed saves to it. Call it in one process.
 
     Raises:
-        CheckpointError: ``path`` holds something that is not a checkpoint of this library, or cannot be deleted.
+        CheckpointError: ``path`` is not a checkpoint of this library, or cannot be deleted.
     """
     path = Path(path)
     refuse_foreign(path)
@@ -130,34 +123,33 @@ def remove(path: str | os.PathLike[str]) -> None:
 
 
 def old_of(path: Path) -> Path:
-    """Return where the checkpoint at ``path`` waits while its successor moves in."""
+    """Return the path of the checkpoint at ``path`` while its successor moves in."""
     return path.with_name(path.name + ".old")
 
 
 def temporary_of(path: Path, token: str) -> Path:
-    """Return a folder in which a save to ``path`` is written.
+    """Return the folder in which a save to ``path`` is written.
 
-    Lightning takes all digits after ``ckpt_`` in a name for the number of a checkpoint to go on from, so that is not in
-    it.
+    Its name does not contain ``ckpt_``, because Lightning resumes from the folder with the greatest number after that.
     """
     return path.with_name(f"{path.name.replace('ckpt_', 'ckpt~')}.tmp-{token}")
 
 
 def _replaced_by(temporary: Path) -> Path | None:
-    """Return what a temporary folder, or an old checkpoint, is or was to give way to; None if it is neither."""
-    found = _TEMPORARY.match(temporary.name)
-    return None if found is None else temporary.with_name(found["path"].replace("ckpt~", "ckpt_"))
+    """Return the path whose checkpoint a temporary or old folder belongs to; None for any other folder."""
+    name = _TEMPORARY.match(temporary.name)
+    return None if name is None else temporary.with_name(name["path"].replace("ckpt~", "ckpt_"))
 
 
 def rank_stem(rank: int) -> str:
-    """Return the file name, without ending, of what one rank wrote."""
+    """Return the name, without ending, of the files that a rank writes."""
     return f"rank-{rank:05d}"
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raise CheckpointError if a save or a removal would destroy something that is not ours.
+    """Raise CheckpointError if a save or a removal would destroy files that are not ours.
 
-    File systems and desktops put files whose names begin with a dot into any folder.
+    Files whose names begin with a dot do not count inside a checkpoint: file systems and desktops leave them anywhere.
     """
     if path.is_dir():
         names = os.listdir(path)
@@ -170,8 +162,10 @@ def refuse_foreign(path: Path) -> None:
 
 
 def refuse_other_runs(path: Path) -> None:
-    """Raise CheckpointError if what lies at ``path`` was saved by another run after this process saved there: two runs
-    of one folder would go on like that, each in place of the other's. What is gone or damaged is nobody's.
+    """Raise CheckpointError if another run has replaced the checkpoint that this process saved at ``path``.
+
+    Two runs that share a folder would go on replacing each other's checkpoints. A damaged or missing checkpoint is
+    replaced.
     """
     if path not in _seals or _seal(path) == _seals[path]:
         return
@@ -179,19 +173,15 @@ def refuse_other_runs(path: Path) -> None:
         step = read_index(path).step
     except CheckpointError:
         return
-    raise CheckpointError(f"{path}: another run has saved step {step} there since this one saved; {APART}")
+    raise CheckpointError(f"{path}: another run has saved step {step} there since this one saved; {OWN_FOLDER}")
 
 
 class _Incomplete(CheckpointError):
-    """What a killed save or removal leaves, as opposed to a damaged checkpoint."""
+    """An error for the folder that a killed save or removal leaves, as opposed to a damaged checkpoint."""
 
 
 def read_index(folder: Path) -> Description:
-    """Read the index of a folder, after checking that every file is there in full length.
-
-    Raises:
-        CheckpointError: the folder is not a complete checkpoint.
-    """
+    """Read the index of a folder and check that every file has its full length."""
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file; a checkpoint of hetero_strategy is a folder (never a pickle)")
     if not folder.is_dir():
@@ -199,11 +189,11 @@ def read_index(folder: Path) -> Description:
     try:
         data = (folder / INDEX).read_bytes()
     except FileNotFoundError:
-        within = sorted(str(index.parent) for depth in ("*", "*/*") for index in folder.glob(f"{depth}/{INDEX}"))
-        what = (
-            f"give one of those in it: {', '.join(within)}" if within else "or one whose save or removal was cut short"
+        inside = sorted(str(index.parent) for depth in ("*", "*/*") for index in folder.glob(f"{depth}/{INDEX}"))
+        hint = (
+            f"give one of those in it: {', '.join(inside)}" if inside else "or one whose save or removal was cut short"
         )
-        raise _Incomplete(f"{folder} has no {INDEX}: not a checkpoint of hetero_strategy, {what}") from None
+        raise _Incomplete(f"{folder} has no {INDEX}: not a checkpoint of hetero_strategy, {hint}") from None
     except OSError as fault:
         raise CheckpointError(f"{folder / INDEX}: cannot be read: {fault}") from fault
     index = _parse_index(data, folder / INDEX)
@@ -212,7 +202,7 @@ def read_index(folder: Path) -> Description:
 
 
 def check_files(folder: Path, files: Mapping[str, StoredFile]) -> None:
-    """Raise CheckpointError unless every file is there in full length."""
+    """Raise CheckpointError unless every file exists and has its full length."""
     for name, file in files.items():
         try:
             nbytes = os.path.getsize(folder / name)
@@ -258,14 +248,14 @@ def _parse_index(data: bytes, file: Path) -> Description:
     with damage(file):
         content = json.loads(data)
         version = content["version"]
-        if content["format"] != FORMAT or version not in (VERSION, WITHOUT_CHECKSUMS):
+        if content["format"] != FORMAT or version != VERSION:
+            older = "; load it with version 0.1 and save it again" if version == 1 else ""
             raise CheckpointError(
                 f"{file} is of format {content['format']!r} version {version!r}, "
-                f"this library reads {FORMAT!r} version {VERSION}"
+                f"this library reads {FORMAT!r} version {VERSION}{older}"
             )
         body = data[: -len(_own_checksum(b""))]
-        # a damaged version does not make a checkpoint one without checksums: the field at the end is still there
-        if not data.endswith(_own_checksum(body)) and (version == VERSION or "crc32" in content):
+        if not data.endswith(_own_checksum(body)):
             raise CheckpointError(damaged(file, "it"))
         tensors = {
             key: StoredTensor(
@@ -275,18 +265,15 @@ def _parse_index(data: bytes, file: Path) -> Description:
             )
             for key, entry in content["tensors"].items()
         }
-        files = {
-            name: StoredFile(entry) if version == WITHOUT_CHECKSUMS else StoredFile(entry[0], tuple(entry[1]))
-            for name, entry in content["files"].items()
-        }
-        # names come from a file anyone may have written: none may lead out of the folder
+        files = {name: StoredFile(nbytes, tuple(checksums)) for name, (nbytes, checksums) in content["files"].items()}
+        # the index may come from anyone: no file name may lead out of the folder
         if not all(_OURS.match(name) for name in files):
             raise ValueError(f"files {sorted(files)}")
         return Description(file.parent, int(content["world_size"]), content["epoch"], content["step"], tensors, files)
 
 
 def write_values(folder: Path, stem: str, encoded: object, tensors: list[torch.Tensor]) -> dict[str, StoredFile]:
-    """Write what ``codec.encode`` returned; return the files by name."""
+    """Write a value and its tensors, as ``codec.encode`` returns them; return the files by name."""
     files = {f"{stem}.json": _write(folder / f"{stem}.json", _json(encoded))}
     if tensors:
         entries = [Entry.of(str(number), tensor) for number, tensor in enumerate(tensors)]
@@ -295,17 +282,13 @@ def write_values(folder: Path, stem: str, encoded: object, tensors: list[torch.T
 
 
 def read_values(index: Description, stem: str) -> Any:
-    """Undo :func:`write_values`, checking in full; return None if the checkpoint has no such file.
-
-    Raises:
-        CheckpointError: a file is damaged.
-    """
+    """Read a value that :func:`write_values` wrote, with all checks; return None if the checkpoint has no such file."""
     if f"{stem}.json" not in index.files:
         return None
     file = index.path / f"{stem}.json"
     with damage(file):
         data = file.read_bytes()
-        if (checksums := index.files[file.name].checksums) and zlib.crc32(data) != checksums[0]:
+        if zlib.crc32(data) != index.files[file.name].checksums[0]:
             raise CheckpointError(damaged(file, "it"))
         encoded = json.loads(data)
     tensors: list[torch.Tensor] = []
@@ -323,7 +306,7 @@ def publish(written: Path, path: Path) -> None:
         try:
             read_index(path)
         except CheckpointError:
-            _delete(path)  # the complete one, if any, is ``old``: it stays until the new one is in
+            _delete(path)  # the complete checkpoint, if any, is ``old``: keep it until the new one is in place
         else:
             _delete(old)
             os.rename(path, old)
@@ -337,42 +320,38 @@ def publish(written: Path, path: Path) -> None:
 
 
 def delete_leftovers(path: Path) -> None:
-    """Delete the temporary folders of killed saves to ``path``.
-
-    Raises:
-        CheckpointError: one is of a save that is under way.
-    """
+    """Delete the temporary folders of killed saves to ``path``; refuse while another process saves there."""
     for folder in path.parent.glob("*.tmp-*"):
         if _replaced_by(folder) != path:
             continue
         with suppress(FileNotFoundError):
-            os.close(_held(folder))
+            os.close(_locked(folder))
             _delete(folder)
 
 
 _seals: dict[Path, bytes] = {}
-"""Of the checkpoints that this process has saved, by path."""
+"""Checksums of the indexes that this process has saved, by path."""
 
 
 def _seal(path: Path) -> bytes:
-    """Return the checksum at the end of an index; empty where there is none."""
+    """Return the checksum at the end of an index; empty if there is no index."""
     with suppress(OSError):
         return (path / INDEX).read_bytes()[-len(_own_checksum(b"")) :]
     return b""
 
 
-APART = "two runs would take each other's checkpoints: give each a folder of its own"
+OWN_FOLDER = "two runs would take each other's checkpoints: give each a folder of its own"
 _handles: dict[Path, int] = {}
-"""Of temporary folders that this process holds."""
+"""Handles of the temporary folders that this process has locked."""
 
 
-def hold(temporary: Path) -> None:
-    """Keep others from deleting a temporary folder, until :func:`let_go` or the end of this process."""
-    _handles[temporary] = _held(temporary)
+def lock(temporary: Path) -> None:
+    """Keep other processes from deleting a temporary folder, until :func:`unlock` or the end of this process."""
+    _handles[temporary] = _locked(temporary)
 
 
-def let_go(temporary: Path) -> None:
-    """Undo :func:`hold`, if this process did."""
+def unlock(temporary: Path) -> None:
+    """Undo :func:`lock`, if this process has locked the folder."""
     if temporary in _handles:
         handle = _handles.pop(temporary)
         with suppress(OSError):
@@ -380,26 +359,22 @@ def let_go(temporary: Path) -> None:
         os.close(handle)
 
 
-def _held(folder: Path) -> int:
-    """Return a handle of a folder with which it is held, where the file system can do that.
-
-    Raises:
-        CheckpointError: another save holds it.
-    """
+def _locked(folder: Path) -> int:
+    """Return the handle that locks a folder, if the file system has locks."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise CheckpointError(f"{folder}: another process is saving there now; {APART}") from None
-    except OSError:  # no such locks here
+        raise CheckpointError(f"{folder}: another process is saving there now; {OWN_FOLDER}") from None
+    except OSError:  # the file system has no such locks
         pass
     return handle
 
 
 def _delete(folder: Path) -> None:
-    # Killed on the way it leaves a folder that lacks a file of its index, which read_index refuses.
-    if folder.is_symlink():  # ModelCheckpoint(save_last="link"), or a person's: what it leads to is another checkpoint
+    # If this process is killed on the way, the folder lacks a file of its index, and read_index refuses it.
+    if folder.is_symlink():  # from ModelCheckpoint(save_last="link"): the target is another checkpoint
         folder.unlink()
     elif folder.is_dir():
         shutil.rmtree(folder)

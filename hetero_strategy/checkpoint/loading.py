@@ -1,13 +1,12 @@
-"""Fills owned tensors from a checkpoint that any other layout wrote.
+"""Fill owned tensors from a checkpoint of any layout.
 
-DCP's planner (``DefaultLoadPlanner``) works out what overlaps what; the pieces are read as slices of safetensors files.
-Nothing in a checkpoint is ever unpickled or imported.
+The load planner of torch's distributed checkpoints (``DefaultLoadPlanner``) works out which pieces overlap this rank's
+tensors. They are read as slices of safetensors files. Nothing in a checkpoint is ever unpickled or imported.
 """
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,21 +31,22 @@ from hetero_strategy.checkpoint.tensorfile import TensorReader
 from hetero_strategy.errors import CheckpointError
 
 SHOWN = 5
+"""Most names in a message."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load returns besides the tensors it filled."""
+    """The values of a checkpoint besides the tensors that were filled."""
 
     metadata: dict[str, Any]
     """The metadata as saved."""
     rank_state: dict[str, Any] | None
-    """What this rank saved; None where the checkpoint has none or was saved by another number of ranks."""
+    """The state that this rank saved; None if there is none, or another number of ranks saved the checkpoint."""
     missing: tuple[str, ...]
-    """Names this rank asked for that the checkpoint lacks; their tensors are untouched. With ``strict`` only optimizer
-    states of parameters that had none when saving (no gradient yet): leave these states empty."""
+    """Names of this rank's tensors that the checkpoint lacks, which are untouched. With ``strict`` these are only
+    states of parameters that had no gradient before the save: leave these states empty."""
     unexpected: tuple[str, ...]
-    """``model.`` names in the checkpoint that no rank asked for; empty with ``strict``."""
+    """Names under ``model.`` in the checkpoint that no rank has; empty with ``strict``."""
 
 
 def load(
@@ -60,31 +60,26 @@ def load(
     """Fill ``tensors`` in place, bit by bit as saved, whatever layout and number of ranks saved them. Collective.
 
     Args:
-        tensors: what this rank owns under global names; plain tensors or DTensors on any mesh, not on meta.
-        path: the checkpoint (rank 0's is used); after a killed save its predecessor stands in.
-        strict: refuse ``model.`` names on one side only, and a dtype that would lose digits; otherwise report the names
-            and cast.
-        verify: compare the checksum of every block of a tensor that is read. Those of index, headers and metadata, of
-            all ranks, are always compared: they are small.
-        process_group: the ranks that take part; all by default.
+        tensors: tensors that this rank owns, by global name: plain ones or DTensors on any mesh, none of them on meta.
+        path: path of the checkpoint; rank 0's path counts. After a killed save its predecessor is loaded.
+        strict: refuse ``model.`` names that only the checkpoint or only the model has, and a dtype that would lose
+            digits; otherwise report the names and cast.
+        verify: compare the checksum of every block of a tensor that is read. The checksums of the index, the headers
+            and the metadata of all ranks are small and always compared.
+        process_group: group of the ranks that load; all ranks by default.
 
     Raises:
-        CheckpointError: no checkpoint, a damaged one, or one that does not fit; on all ranks alike. Some tensors may
-            have been filled when a file turned out to be damaged.
+        CheckpointError: the checkpoint is missing, damaged or does not fit; raised on all ranks alike. If a file is
+            damaged, some tensors may have been filled before.
     """
     team = AllOrNone.of(process_group)
     index = team.from_one(lambda: folders.describe(os.path.abspath(path)))
     folder = index.path
     names = sorted(key for key in index.tensors if key.startswith("model."))
 
-    def check() -> None:
-        if verify and team.rank == 0 and not index.has_checksums:
-            warnings.warn(f"{folder} was saved without checksums: damage of its tensors is not noticed", stacklevel=2)
-        _check_fit(tensors, index, strict)
-
-    team.together(check)
-    asked = team.anywhere([key in tensors for key in names])
-    extra = tuple(key for key, known in zip(names, asked, strict=True) if not known)
+    team.together(lambda: _check_fit(tensors, index, strict))
+    known = team.anywhere([key in tensors for key in names])
+    extra = tuple(key for key, somewhere in zip(names, known, strict=True) if not somewhere)
     if extra and strict:
         raise CheckpointError(
             f"{folder} holds {len(extra)} tensors that the model does not have: {_some(extra)}; "
@@ -97,9 +92,9 @@ def load(
         with TensorReader(folder, index.files, verify=verify) as reader:
             fill(present, index, reader)
         metadata = folders.read_values(index, METADATA)
-        # with other ranks nobody needs the states, but a damaged one is reported: the file system may be at fault
-        saved = range(team.rank, index.world_size, team.size)
-        states = [folders.read_values(index, f"{rank_stem(rank)}.state") for rank in saved]
+        # a different number of ranks needs no states, but reads all of them: damage may mean a faulty file system
+        ranks = range(team.rank, index.world_size, team.size)
+        states = [folders.read_values(index, f"{rank_stem(rank)}.state") for rank in ranks]
         state = states[0] if index.world_size == team.size else None
         if not isinstance(metadata, dict) or not isinstance(state, dict | None):
             raise CheckpointError(f"{folder}: metadata is not a dict; the checkpoint is damaged")
@@ -151,7 +146,7 @@ def _check_fit(tensors: Mapping[str, torch.Tensor], index: Description, strict: 
 
 
 def _fits(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether values may be cast unasked: a wider dtype loses nothing, and what is kept in half precision is frozen."""
+    """Return whether a strict load may cast: to a wider dtype, or to half precision, whose parameters are frozen."""
     if stored == wanted or not (stored.is_floating_point and wanted.is_floating_point):
         return stored == wanted
     return wanted.itemsize == 2 or torch.promote_types(stored, wanted) == wanted
@@ -162,11 +157,7 @@ def _some(names: tuple[str, ...] | list[str]) -> str:
 
 
 def fill(tensors: Mapping[str, torch.Tensor], index: Description, reader: TensorReader) -> None:
-    """Fill tensors that the checkpoint has, in place, from the pieces that overlap this rank's parts of them.
-
-    Raises:
-        CheckpointError: a piece is missing or damaged, or a tensor has another shape.
-    """
+    """Fill tensors in place from the pieces that overlap this rank's parts. The checkpoint must have all of them."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), Metadata({key: _dcp_metadata(index.tensors[key]) for key in tensors}))
     try:

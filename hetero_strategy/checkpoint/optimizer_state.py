@@ -1,45 +1,48 @@
-"""What an optimizer keeps of one parameter, as named tensors and back.
+"""Convert the state that an optimizer keeps of one parameter to named tensors and back.
 
-A tensor has the name of its state. Of what else there is the name says what it was: ``step:int``, and of a list or a
-tuple its items, ``factors[0]`` or ``factors(0)``. Nothing else has a form.
+A tensor has the name of its state. A value of another type adds its type to the name, ``step:int``; items of a list or
+tuple add numbers, ``factors[0]`` or ``factors(0)``. All other values are refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.optim import Optimizer
 
+from hetero_strategy.checkpoint.folder import StoredTensor
 from hetero_strategy.errors import CheckpointError
 
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer, AsyncCollectiveTensor)
-"""Tensors that come back as they were: the values of others need what their class knows."""
+"""Tensor classes whose values alone bring them back."""
 _KEY = re.compile(r"[^.:\[\]()@]+")
 _ITEM = re.compile(r"[\[(](\d+)[\])]")
+
+States = dict[str, dict[str, torch.Tensor]]
+"""Parameter's global name -> name of the state -> tensor."""
 
 
 def to_tensors(number: int, states: Mapping[str, Mapping[Any, object]]) -> dict[str, torch.Tensor]:
     """Return the states of parameters as tensors by ``<fqn>.<state>``.
 
     Args:
-        number: of the optimizer.
-        states: by the parameter's global name; "" stands for none.
-
-    Raises:
-        CheckpointError: a state has no form.
+        number: index of the optimizer, for messages.
+        states: states by global name of the parameter; "" holds states of no parameter.
     """
     named: dict[str, torch.Tensor] = {}
     for fqn, state in states.items():
         for key, value in state.items():
 
-            def refused(what: str, where: str = f"{key!r} of {fqn}") -> CheckpointError:
+            def refused(problem: str, where: str = f"{key!r} of {fqn}") -> CheckpointError:
                 return CheckpointError(
-                    f"checkpoint: optimizer {number} has a state {where} {what}; a checkpoint holds plain tensors,"
+                    f"checkpoint: optimizer {number} has a state {where} {problem}; a checkpoint holds plain tensors,"
                     " numbers and lists of them: take another optimizer, or save the model alone"
                     " (save_weights_only=True)"
                 )
@@ -53,8 +56,8 @@ def to_tensors(number: int, states: Mapping[str, Mapping[Any, object]]) -> dict[
 
 
 def from_tensors(named: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Undo :func:`to_tensors` for one parameter, of whose name nothing is left in the names."""
-    states: dict[str, dict[str, torch.Tensor]] = {}
+    """Undo :func:`to_tensors` for one parameter, whose own name is no part of the names."""
+    states: States = {}
     for name, tensor in named.items():
         key = re.split(r"[:\[(]", name, maxsplit=1)[0]
         states.setdefault(key, {})[name.removeprefix(key)] = tensor
@@ -62,6 +65,7 @@ def from_tensors(named: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _parts(name: str, value: object, refused: Callable[[str], CheckpointError]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and tensors of a state, or of an item of one."""
     if isinstance(value, torch.Tensor):
         local = value._local_tensor if isinstance(value, DTensor) else value
         if type(local) not in PLAIN:
@@ -82,7 +86,7 @@ def _parts(name: str, value: object, refused: Callable[[str], CheckpointError]) 
 
 
 def _value(parts: Mapping[str, torch.Tensor]) -> Any:
-    """Of a state, or an item of one, from what its tensors are called beyond its own name."""
+    """Return a state, or an item of one, from its tensors by the rest of their names."""
     (first, tensor), *_ = parts.items()
     if not first:
         return tensor
@@ -91,7 +95,78 @@ def _value(parts: Mapping[str, torch.Tensor]) -> Any:
         return empty[first] if first in empty else tensor.item()
     items: dict[int, dict[str, torch.Tensor]] = {}
     for name, part in parts.items():
-        step = cast(re.Match[str], _ITEM.match(name))
-        items.setdefault(int(step[1]), {})[name[step.end() :]] = part
-    made = [_value(items[number]) for number in sorted(items)]
-    return made if first[0] == "[" else tuple(made)
+        index = cast(re.Match[str], _ITEM.match(name))
+        items.setdefault(int(index[1]), {})[name[index.end() :]] = part
+    values = [_value(items[number]) for number in sorted(items)]
+    return values if first[0] == "[" else tuple(values)
+
+
+def room_for_states(
+    number: int, optimizer: Optimizer, stored: Mapping[str, StoredTensor], owned: Mapping[int, str]
+) -> States:
+    """Allocate, in their stored shapes, the states that a checkpoint has for the parameters that this rank owns.
+
+    Args:
+        number: index of the optimizer in the checkpoint.
+        stored: all tensors of the checkpoint.
+        owned: global names of owned parameters by their ``id``.
+    """
+    keys, states = _keys_by_name(number, stored), States()
+    for group, p in ((g, p) for g in optimizer.param_groups for p in g["params"]):
+        fqn = owned.get(id(p), "")
+        weight, on_device = stored.get(f"model.{fqn}"), group.get("fused") or group.get("capturable")
+        for key in keys.get(fqn, []):
+            entry = stored[f"optim.{number}.{fqn}.{key}"]
+            # As in Optimizer.load_state_dict, every state but a counter takes the parameter's dtype and device, and a
+            # counter is on that device for kernels that read it there. A dtype unlike the weight's was chosen by the
+            # optimizer, and stays. The tensor of a plain number stays on the host.
+            plain = ":" in key
+            follows = key != "step" and not plain and weight is not None and entry.dtype == weight.dtype
+            device = p.device if (key != "step" or on_device) and not plain else None
+            states.setdefault(fqn, {})[key] = _empty(p, entry.shape, p.dtype if follows else entry.dtype, device)
+    return states
+
+
+def room_for_unknown_states(number: int, stored: Mapping[str, StoredTensor], known: Collection[str]) -> States:
+    """Allocate whole states of parameters that an optimizer does not have, for a hook that renames them."""
+    return {
+        fqn: {
+            key: torch.empty((entry := stored[f"optim.{number}.{fqn}.{key}"]).shape, dtype=entry.dtype) for key in keys
+        }
+        for fqn, keys in _keys_by_name(number, stored).items()
+        if fqn not in known
+    }
+
+
+def _keys_by_name(number: int, stored: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
+    """Return the names of the stored states of one optimizer, by the global name of their parameter."""
+    keys: dict[str, list[str]] = {}
+    for name in stored:
+        if name.startswith(start := f"optim.{number}."):
+            fqn, _, key = name.removeprefix(start).rpartition(".")
+            keys.setdefault(fqn, []).append(key)
+    return keys
+
+
+def _empty(p: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+    """Allocate a state of a parameter, sharded like the parameter if both have one shape."""
+    if tuple(shape) == tuple(p.shape) and p.dim() > 0:
+        return torch.zeros_like(p, dtype=dtype).detach()
+    value = torch.zeros(shape, dtype=dtype, device=device)
+    if not isinstance(p, DTensor) or not value.dim():
+        return value
+    replicated = [Replicate()] * p.device_mesh.ndim  # an optimizer computes it so from a sharded gradient
+    return DTensor.from_local(value, p.device_mesh, replicated, run_check=False)
+
+
+def part_of(p: torch.Tensor, value: Any) -> Any:
+    """Return this rank's part of a whole tensor of a sharded parameter's shape; return any other value as it is."""
+    if not isinstance(p, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != p.shape or value.is_meta or not value.dim():
+        return value
+    mesh, coordinate = p.device_mesh, p.device_mesh.get_coordinate()
+    sizes, offsets = _compute_local_shape_and_global_offset(p.shape, mesh.shape, list(coordinate or ()), p.placements)
+    box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+    local = value[box].to(p.device, copy=True)
+    return DTensor.from_local(local, mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())

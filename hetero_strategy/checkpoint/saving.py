@@ -1,19 +1,26 @@
-"""Writes one checkpoint from what every rank owns, now or in the background.
+"""Write one checkpoint from what every rank owns, now or in the background.
 
-Files, index and atomic replacement are ours (``folder``), because the storage of torch's DCP pickles, and so is the
-plan of who writes which piece (``inventory``), because DCP sends every rank's names and pieces to one rank. A plan
-holds until some rank's tensors are others than they were.
+The files, the index and the atomic replacement are our own (``folder``), because the storage of torch's distributed
+checkpoints pickles. The plan of who writes which piece is our own too: torch's planner gathers the names and pieces of
+all ranks on one rank, and its cached plan does not notice a changed dtype. Ranks that own equal parts, such as the
+instances of a stage, have equal inventories and differ only in their mesh coordinates. So one of these ranks sends the
+inventory to all ranks, and every rank sends a digest and its coordinates. A plan is kept until the names, shapes,
+dtypes or meshes of some rank's tensors change.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
+import itertools
+import math
 import os
 import secrets
 import shutil
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,26 +30,27 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from hetero_strategy.checkpoint import folder as folders
 from hetero_strategy.checkpoint.all_or_none import AllOrNone
 from hetero_strategy.checkpoint.codec import encode
-from hetero_strategy.checkpoint.folder import METADATA, Description, StoredTensor, rank_stem
-from hetero_strategy.checkpoint.inventory import Coordinates, Inventory, stored_tensors, take_inventory
+from hetero_strategy.checkpoint.folder import METADATA, Description, Piece, StoredTensor, rank_stem
 from hetero_strategy.checkpoint.tensorfile import Entry, StoredFile, check_dtype, write_tensors
 from hetero_strategy.errors import CheckpointError
 
 ALIGNED = 64
-"""Bytes that the copy of every piece begins at a multiple of: all dtypes, and a line of a processor's cache."""
+"""Alignment in bytes of the copy of every piece: enough for all dtypes, and a line of a processor's cache."""
 
 
 class Checkpointer:
-    """Saves one checkpoint after another: a save waits for the one before. Not for several threads.
+    """A writer of one checkpoint after another: a save waits for the previous one. Use it from one thread.
 
     Args:
-        process_group: the ranks that save; all by default. Saves in the background need a gloo group that nothing else
-            uses: its collectives run in another thread while training goes on.
+        process_group: group of the ranks that save; all ranks by default. Background saves need a gloo group that
+            nothing else uses: its collectives run in another thread while training goes on.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -64,17 +72,17 @@ class Checkpointer:
         """Write the checkpoint ``path`` (a folder, replaced as a whole). Every rank of the group calls it.
 
         Args:
-            tensors: what this rank owns under global names (``model.<fqn>``, ``optim.<i>.<fqn>.<state>``): plain
-                tensors or DTensors on any mesh. Of equal copies of a plain tensor the lowest rank's is written.
-            metadata: everything else that :func:`encode` takes; rank 0's is written. ``epoch`` and ``global_step`` also
-                go to the index.
-            path: rank 0's is used.
-            rank_state: what this rank alone knows, such as its random number states.
+            tensors: tensors that this rank owns, by global name (``model.<fqn>``, ``optim.<i>.<fqn>.<state>``): plain
+                ones or DTensors on any mesh. If several ranks pass one name, the lowest rank writes its copy.
+            metadata: all other values of the checkpoint, as :func:`encode` takes them; rank 0's are written. ``epoch``
+                and ``global_step`` are also written to the index.
+            path: folder of the checkpoint; rank 0's counts.
+            rank_state: values of this rank alone, such as its random number states.
             async_: return after copying the pieces to host memory and write them in the background.
 
         Raises:
-            CheckpointError: this or the pending save cannot be written, on all ranks alike; a previous checkpoint at
-                ``path`` is untouched.
+            CheckpointError: this or the pending save cannot be written; all ranks raise the same. A previous checkpoint
+                at ``path`` is untouched.
         """
         self.finalize()
         if async_ and self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
@@ -83,32 +91,33 @@ class Checkpointer:
             )
         team = AllOrNone.of(self._group)
         target, temporary = team.from_one(lambda: _begin(Path(path)))
-        told = {METADATA: metadata} if team.rank == 0 else {}
+        states = {METADATA: metadata} if team.rank == 0 else {}
         if rank_state is not None:
-            told[f"{rank_stem(team.rank)}.state"] = rank_state
+            states[f"{rank_stem(team.rank)}.state"] = rank_state
         with _or_discarded(temporary):
-            owned = team.together(lambda: _taken(tensors))
-            plan, self._plan = self._plan, None  # none on any rank if this save fails on one
+            owned = team.together(lambda: _checked_inventory(tensors))
+            plan, self._plan = self._plan, None  # if this save fails on one rank, no rank keeps a plan
             if not team.everywhere(plan is not None and plan.owned == owned):
-                plan = _planned(team, *owned)
+                plan = _make_plan(team, *owned)
             assert plan is not None
-            pieces = _entries(plan, tensors)
+            local = {key: t.to_local() if isinstance(t, DTensor) else t for key, t in tensors.items()}
+            pieces = [Entry.of(name, local[key]) for key, name in plan.items]
             self._plan = plan
-            values = team.together(lambda: {stem: encode(dict(value)) for stem, value in told.items()})
+            values = team.together(lambda: {stem: encode(dict(state)) for stem, state in states.items()})
             if async_:
                 pieces = team.together(lambda: self._staging.copies(pieces))
         epoch, step = (n if isinstance(n := metadata.get(key), int) else None for key in ("epoch", "global_step"))
-        left = (team, temporary, pieces, values, Description(target, team.size, epoch, step, plan.stored, {}))
+        to_write = (team, temporary, pieces, values, Description(target, team.size, epoch, step, plan.stored, {}))
         if async_:
-            self._pending = self._writer.submit(_write, *left)
+            self._pending = self._writer.submit(_write, *to_write)
         else:
-            _write(*left)
+            _write(*to_write)
 
     def finalize(self) -> None:
         """Wait for the pending save, if any. Call it on every rank before removing a checkpoint and at the end.
 
         Raises:
-            CheckpointError: it could not be written, on all ranks alike.
+            CheckpointError: the pending save could not be written; all ranks raise the same.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -125,11 +134,12 @@ def _write(
     values: Mapping[str, tuple[object, list[torch.Tensor]]],
     index: Description,
 ) -> None:
-    """What is left to do once nothing depends on the live tensors any more: write, agree, publish.
+    """Write the files of this rank, agree with all ranks and publish the folder. A background save reads no live
+    tensor.
 
     Args:
-        values: file name without ending -> encoded values and their tensors.
-        index: the checkpoint to be, as yet without files.
+        values: encoded values and their tensors, by file name without ending.
+        index: description of the checkpoint, still without files.
     """
 
     def files() -> dict[str, StoredFile]:
@@ -149,7 +159,7 @@ def _write(
                 "a previous checkpoint there is untouched"
             ) from fault
 
-    def publish(written: list[dict[str, StoredFile]]) -> list[None]:
+    def publish() -> None:
         every_file = {name: file for part in written for name, file in part.items()}
         try:
             folders.check_files(temporary, every_file)
@@ -161,11 +171,11 @@ def _write(
             ) from fault
         folders.write_index(temporary, dataclasses.replace(index, files=every_file))
         folders.publish(temporary, index.path)
-        return [None] * team.size
 
     with _or_discarded(temporary):
-        team.centrally(files, publish)
-    folders.let_go(temporary)
+        written = team.gathered(team.together(files))
+        team.from_one(publish)
+    folders.unlock(temporary)
 
 
 def _begin(path: Path) -> tuple[Path, Path]:
@@ -178,7 +188,7 @@ def _begin(path: Path) -> tuple[Path, Path]:
         folders.delete_leftovers(path)
         temporary = folders.temporary_of(path, secrets.token_hex(4))
         temporary.mkdir()
-        folders.hold(temporary)
+        folders.lock(temporary)
     except OSError as fault:
         raise CheckpointError(f"cannot write checkpoint {path}: {fault.strerror or fault}") from fault
     return path, temporary
@@ -186,34 +196,34 @@ def _begin(path: Path) -> tuple[Path, Path]:
 
 @contextmanager
 def _or_discarded(temporary: Path) -> Iterator[None]:
-    """Delete the temporary folder if something goes wrong, wherever a rank has made it."""
+    """Delete the temporary folder if the work inside fails, on whichever rank's file system it is."""
     try:
         yield
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
-        folders.let_go(temporary)
+        folders.unlock(temporary)
         raise
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Who writes what, as long as every rank's tensors are what they were."""
+    """The pieces that this rank writes, valid while every rank owns the same tensors."""
 
     owned: tuple[Inventory, Coordinates]
-    """What this rank owned, and where."""
+    """Inventory and mesh coordinates of this rank when the plan was made."""
     items: Sequence[tuple[str, str]]
-    """What this rank writes: names of tensors and of this rank's pieces of them."""
+    """Names of tensors, each with the name of the piece of it that this rank writes."""
     stored: Mapping[str, StoredTensor]
-    """What all ranks write, on rank 0; on others what they own."""
+    """All tensors of the checkpoint on rank 0; on every other rank its own tensors."""
 
 
-def _planned(team: AllOrNone, inventory: Inventory, coordinates: Coordinates) -> _Plan:
-    """Agree on the pieces that every rank writes. Of ranks that own alike one sends its inventory."""
-    owners: dict[bytes, dict[int, Coordinates]] = defaultdict(dict)
+def _make_plan(team: AllOrNone, inventory: Inventory, coordinates: Coordinates) -> _Plan:
+    """Agree on the pieces that every rank writes. Of ranks with equal inventories, one sends its own to all ranks."""
+    ranks_of: dict[bytes, dict[int, Coordinates]] = defaultdict(dict)
     for rank, (digest, places) in enumerate(team.shared((inventory.digest, coordinates))):
-        owners[digest][rank] = places
-    said = [(team.from_one(lambda: inventory, min(ranks)), ranks) for ranks in owners.values()]
-    stored = team.together(lambda: stored_tensors(said, None if team.rank == 0 else inventory.tensors))
+        ranks_of[digest][rank] = places
+    owners = [(team.from_one(lambda: inventory, min(ranks)), ranks) for ranks in ranks_of.values()]
+    stored = team.together(lambda: stored_tensors(owners, None if team.rank == 0 else inventory.tensors))
     items = [
         (key, piece.name(key, stored[key].shape))
         for key in inventory.tensors
@@ -223,14 +233,8 @@ def _planned(team: AllOrNone, inventory: Inventory, coordinates: Coordinates) ->
     return _Plan((inventory, coordinates), items, stored)
 
 
-def _entries(plan: _Plan, tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
-    """Return the pieces that this rank writes, with their values of now."""
-    owned = {key: t.to_local() if isinstance(t, DTensor) else t for key, t in tensors.items()}
-    return [Entry.of(name, owned[key]) for key, name in plan.items]
-
-
-def _taken(tensors: Mapping[str, torch.Tensor]) -> tuple[Inventory, Coordinates]:
-    """Refuse tensors that cannot be saved, and return what this rank owns and where."""
+def _checked_inventory(tensors: Mapping[str, torch.Tensor]) -> tuple[Inventory, Coordinates]:
+    """Refuse tensors that cannot be saved, and return the inventory and mesh coordinates of this rank."""
     for key, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"{key} is a {type(tensor).__name__}, not a tensor; put it into the metadata")
@@ -248,22 +252,23 @@ def _taken(tensors: Mapping[str, torch.Tensor]) -> tuple[Inventory, Coordinates]
 
 
 class _Staging:
-    """Memory of the host that one save in the background after another copies to, and then writes from.
+    """A buffer of host memory that every background save copies its pieces to and writes them from.
 
-    It is of exactly the bytes of the largest one: what torch page-locks by itself it rounds up to a power of two.
+    Its size is that of the largest save so far. It is page-locked here, because torch would round it up to a power of
+    two.
     """
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def copies(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Copy the entries to the host, so that training may go on changing the originals. Of a save before nothing
-        may be needed any more.
+        """Copy the entries to the host, over the copies of the previous save, so that training may change the
+        originals.
         """
         values = [entry.get().detach() for entry in entries]
         ends = [*accumulate((-(-entry.nbytes // ALIGNED) * ALIGNED for entry in entries), initial=0)]
         if len(self._bytes) < ends[-1]:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # which lets go of it before more is taken
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old memory before taking more
             self._bytes = torch.empty(ends[-1], dtype=torch.uint8)
             if any(value.is_cuda for value in values):
                 pin_memory(self._bytes.data_ptr(), ends[-1])
@@ -275,3 +280,127 @@ class _Staging:
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         return staged
+
+
+# ---- who writes which piece; pure --------------------------------------------------------------------------------
+
+Coordinates = tuple[tuple[int, ...], ...]
+"""Coordinates of a rank on each mesh of its inventory."""
+
+
+@dataclass(frozen=True)
+class OwnedTensor:
+    """A whole tensor, and how a mesh cuts it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placements: tuple[Placement, ...] = ()
+    mesh_shape: tuple[int, ...] = ()
+    mesh: int | None = None
+    """Number of the DTensor's mesh in the inventory; None: a plain tensor."""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The tensors that a rank owns, by global name."""
+
+    tensors: Mapping[str, OwnedTensor]
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """Return 16 bytes that identify the inventory."""
+        return hashlib.sha256(repr(self.tensors).encode()).digest()[:16]
+
+
+def take_inventory(tensors: Mapping[str, torch.Tensor]) -> tuple[Inventory, Coordinates]:
+    """Return a rank's inventory and its coordinates on the meshes, all of which it must be part of."""
+    meshes: dict[DeviceMesh, int] = {}
+    owned = {}
+    for key, tensor in tensors.items():
+        owned[key] = OwnedTensor(tuple(tensor.shape), tensor.dtype)
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            cut = tuple(tensor.placements), tuple(mesh.shape), meshes.setdefault(mesh, len(meshes))
+            owned[key] = OwnedTensor(tuple(tensor.shape), tensor.dtype, *cut)
+    return Inventory(owned), tuple(tuple(mesh.get_coordinate() or ()) for mesh in meshes)
+
+
+def stored_tensors(
+    owners: Sequence[tuple[Inventory, Mapping[int, Coordinates]]], keys: Collection[str] | None = None
+) -> dict[str, StoredTensor]:
+    """Work out the pieces of tensors and which rank writes each: the lowest one that owns it.
+
+    Args:
+        owners: each inventory with the coordinates of its ranks, in ascending order of ranks.
+        keys: names of the tensors to return; None: all.
+    """
+    seen: dict[str, tuple[int, OwnedTensor]] = {}
+    pieces: dict[str, dict[tuple[int, ...], Piece]] = {}
+    mixed = set()
+    for inventory, ranks in owners:
+        pieces_by_cut: dict[OwnedTensor, dict[tuple[int, ...], Piece]] = {}
+        for key, owned in inventory.tensors.items():
+            if keys is not None and key not in keys:
+                continue
+            rank, known = seen.setdefault(key, (min(ranks), owned))
+            if (known.shape, known.dtype) != (owned.shape, owned.dtype):
+                there, here = f"{known.dtype} {known.shape}", f"{owned.dtype} {owned.shape}"
+                raise CheckpointError(f"{key} is {there} on rank {rank} but {here} on rank {min(ranks)}")
+            if (known.placements, known.mesh_shape) != (owned.placements, owned.mesh_shape):
+                mixed.add(key)
+            if owned not in pieces_by_cut:
+                pieces_by_cut[owned] = _pieces(owned, ranks)
+            own = pieces_by_cut[owned]
+            pieces[key] = _of_lowest_ranks(pieces[key], own) if key in pieces else own
+    stored = {}
+    for key in sorted(seen):
+        ordered = tuple(sorted(pieces[key].values(), key=lambda piece: (piece.rank, piece.offsets)))
+        stored[key] = StoredTensor(seen[key][1].dtype, seen[key][1].shape, ordered)
+        _check_whole(key, stored[key], cut_differently=key in mixed)
+    return stored
+
+
+def pieces_of(rank: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, Piece]:
+    """Return the piece of each tensor that a rank holds, by name, without asking any other rank.
+
+    Names whose piece is empty are left out. Tensors may be on the meta device.
+    """
+    inventory, coordinates = take_inventory(tensors)
+    pieces = {owned: _pieces(owned, {rank: coordinates}) for owned in {*inventory.tensors.values()}}
+    return {key: piece for key, owned in inventory.tensors.items() for piece in pieces[owned].values()}
+
+
+def _pieces(owned: OwnedTensor, ranks: Mapping[int, Coordinates]) -> dict[tuple[int, ...], Piece]:
+    """Return the pieces of a tensor by their offsets, each with the lowest rank that holds it."""
+    lowest: dict[tuple[int, ...], int] = {}
+    for rank in sorted(ranks):
+        lowest.setdefault(() if owned.mesh is None else ranks[rank][owned.mesh], rank)
+    pieces: dict[tuple[int, ...], Piece] = {}
+    for coordinate, rank in lowest.items():
+        box = _compute_local_shape_and_global_offset(owned.shape, owned.mesh_shape, list(coordinate), owned.placements)
+        sizes, offsets = map(tuple, box)
+        if 0 not in sizes or 0 in owned.shape:  # an uneven shard leaves some ranks without a piece
+            pieces.setdefault(offsets, Piece(rank, offsets, sizes))
+    return pieces
+
+
+def _of_lowest_ranks(
+    left: Mapping[tuple[int, ...], Piece], right: Mapping[tuple[int, ...], Piece]
+) -> dict[tuple[int, ...], Piece]:
+    return {**left, **{at: piece for at, piece in right.items() if at not in left or piece.rank < left[at].rank}}
+
+
+def _check_whole(key: str, stored: StoredTensor, *, cut_differently: bool) -> None:
+    """Refuse pieces that do not fill their tensor. Pieces of one cut never overlap, so counting elements suffices. Only
+    pieces of a tensor that ranks cut differently are compared pair by pair.
+    """
+    total, covered = math.prod(stored.shape), sum(math.prod(piece.sizes) for piece in stored.pieces)
+    if covered != total:
+        raise CheckpointError(
+            f"{key} has {total} elements but the ranks hold {covered} of them in {len(stored.pieces)} "
+            "pieces; every rank that owns a part must pass it"
+        )
+    for a, b in itertools.combinations(stored.pieces if cut_differently else (), 2):
+        sides = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+        if all(max(start, begin) < min(start + m, begin + n) for start, m, begin, n in sides):
+            raise CheckpointError(f"{key}: the pieces of ranks {a.rank} and {b.rank} overlap without being equal")

@@ -1,11 +1,11 @@
 """Safetensors files: written one tensor at a time, read by slices, with a checksum for every byte.
 
-The writer is our own because the library's takes all tensors as host copies at once, which would double the host memory
-of a save; the format is eight bytes of header length, a JSON header and the raw bytes
-(https://huggingface.co/docs/safetensors). Reading goes through the library, which checks the header against the file.
+The writer is our own, because the library's takes all tensors as host copies at once, which would double the host
+memory of a save. The format is eight bytes of header length, a JSON header and the raw bytes
+(https://huggingface.co/docs/safetensors). The library reads, and checks the header against the file.
 
-Checksums are CRC-32 as in zlib, made of the bytes on their way to the file: one of the header and one of every block of
-every tensor, so that a reader of a slice checks the blocks that it touches and no others.
+Checksums are zlib's CRC-32, computed while the bytes are written: one for the header and one for every block of every
+tensor. So the reader of a slice checks only the blocks that it touches.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 BLOCK = 4 * 2**20
-"""Bytes of a tensor that share a checksum; a tensor's last block is shorter. Part of the format."""
+"""Size in bytes of a block of a tensor, which has one checksum; the last block may be shorter. Part of the format."""
 HEADER_LIMIT = 100_000_000
-"""Greatest header that the library reads, so that a damaged length does not ask for all memory."""
+"""Greatest size in bytes of a header that the library reads; a damaged length must not ask for all memory."""
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """What the index knows of a file."""
+    """The size and checksums of a file, as listed in the index."""
 
     nbytes: int
-    checksums: tuple[int, ...] = ()
-    """The checksum of its head (a safetensors header with its length, or a whole JSON file), then those of its tensors'
-    blocks in the order they lie. Empty if the file was written before there were checksums."""
+    checksums: tuple[int, ...]
+    """The checksum of the head (a safetensors header with its length, or a whole JSON file), then those of the tensors'
+    blocks in file order."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor to write. ``get`` is called once, when its bytes are due, so that only one full tensor is alive."""
+    """A tensor to write. ``get`` is called once, when its bytes are due, so that only one full tensor is alive."""
 
     name: str
     dtype: torch.dtype
@@ -72,12 +72,12 @@ class Entry:
 
     @staticmethod
     def of(name: str, tensor: torch.Tensor) -> Entry:
-        """Make an entry of a tensor that exists already."""
+        """Return the entry of a tensor that exists already."""
         return Entry(name, tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor's values in bytes."""
+        """Return the size of the tensor's values in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -88,7 +88,7 @@ def write_tensors(path: Path, entries: Iterable[Entry]) -> StoredFile:
         OSError: the file could not be written.
         CheckpointError: safetensors does not have a dtype.
     """
-    # wide dtypes first keep every tensor aligned to its item size, which readers that map the file need
+    # readers that map the file need every tensor aligned to its item size: wide dtypes come first
     ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -110,7 +110,7 @@ def write_tensors(path: Path, entries: Iterable[Entry]) -> StoredFile:
             tensor = entry.get()
             if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
                 raise RuntimeError(f"{entry.name}: {tensor.dtype} {tuple(tensor.shape)}, promised {entry}")
-            data = _bytes_of(tensor.detach().to("cpu").contiguous())
+            data = bytes_of(tensor.detach().to("cpu").contiguous())
             for start in range(0, entry.nbytes, BLOCK):
                 block = data[start : start + BLOCK]
                 checksums.append(zlib.crc32(block))
@@ -120,7 +120,7 @@ def write_tensors(path: Path, entries: Iterable[Entry]) -> StoredFile:
         return StoredFile(file.tell(), tuple(checksums))
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the host, sharing its memory."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
@@ -132,7 +132,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 class TensorReader(SafetensorFiles):
-    """Tensors of the files that an index lists, read by slices; headers are checked always, blocks with ``verify``."""
+    """A reader of slices from the files that an index lists. Headers are always checked, blocks with ``verify``."""
 
     def __init__(self, folder: Path, files: Mapping[str, StoredFile], *, verify: bool = True) -> None:
         super().__init__(folder)
@@ -141,32 +141,28 @@ class TensorReader(SafetensorFiles):
         self._first_blocks: dict[str, dict[str, int]] = {}
 
     def names(self, file: str) -> list[str]:
-        """List the tensors in a file."""
+        """Return the names of the tensors in a file."""
         return list(self._checked(file).keys())
 
     def read(self, file: str, name: str, offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> torch.Tensor:
-        """Read ``tensor[offsets : offsets + sizes]`` to the host, or the whole tensor if ``sizes`` is empty.
-
-        Raises:
-            CheckpointError: the file is missing, damaged or lacks the tensor.
-        """
+        """Read ``tensor[offsets : offsets + sizes]`` to the host, or the whole tensor if ``sizes`` is empty."""
         opened = self._checked(file)
         try:
             whole: torch.Tensor = opened.get_tensor(name)  # a view of the mapped file: nothing is read yet
         except (SafetensorError, OSError) as fault:
             raise self._unreadable(file, f"cannot read {name!r}: {fault}") from fault
-        first, end = 0, whole.numel()
+        first, end = 0, whole.numel()  # the elements from the slice's first to its last
         window = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
         if window:
             first = sum(part.start * step for part, step in zip(window, whole.stride(), strict=True))
             end = 1 + sum((part.stop - 1) * step for part, step in zip(window, whole.stride(), strict=True))
-        if self._verify and file in self._first_blocks and end > first:
+        if self._verify and end > first:
             self._check(file, name, whole, first * whole.itemsize, end * whole.itemsize)
         return whole[window] if window else whole
 
     def _check(self, file: str, name: str, whole: torch.Tensor, start: int, end: int) -> None:
-        """Compare the blocks of a tensor that hold its bytes from ``start`` to ``end``."""
-        data, checksums = _bytes_of(whole), self._files[file].checksums
+        """Compare the checksums of the blocks that hold a tensor's bytes from ``start`` to ``end``."""
+        data, checksums = bytes_of(whole), self._files[file].checksums
         for number in range(start // BLOCK, -(-end // BLOCK)):
             block = data[number * BLOCK : (number + 1) * BLOCK]
             if zlib.crc32(block) != checksums[self._first_blocks[file][name] + number]:
@@ -177,14 +173,14 @@ class TensorReader(SafetensorFiles):
         if file not in self._files:
             raise self._unreadable(file, "is no file of the checkpoint")
         try:
-            if self._files[file].checksums and file not in self._first_blocks:
+            if file not in self._first_blocks:
                 self._first_blocks[file] = self._read_header(file)
             return self.opened(file)
         except (SafetensorError, OSError) as fault:
             raise self._unreadable(file, f"cannot be opened: {fault}") from fault
 
     def _read_header(self, file: str) -> dict[str, int]:
-        """Check the header of a file; return the number of each tensor's first checksum."""
+        """Check the header of a file; return the index of each tensor's first checksum, by name."""
         with open(self.folder / file, "rb") as stream:
             head = stream.read(8)
             head += stream.read(min(int.from_bytes(head, "little"), HEADER_LIMIT))
@@ -205,7 +201,7 @@ class TensorReader(SafetensorFiles):
 
 
 def damaged(path: Path, what: str) -> str:
-    """Return the message about bytes that are not those written."""
+    """Return the message for bytes that differ from those written."""
     return (
         f"{path} is damaged: {what} changed since it was written (the checksum differs); restore the file from a copy, "
         "or load another checkpoint"
