@@ -1,11 +1,12 @@
-"""Building the index of a data set: token ids, loss masks, and the measured size of every media file.
+"""Build the index of a data set: token ids, loss masks, and the measured size of every media file.
 
-It is built once and memory mapped by every rank and worker, so that step plans need no payload. The index lies beside
-the first manifest in ``.hetero_index/<manifest>-<key>``, where the key is a hash of all manifests, of the tokenizer and
-of all settings that decide the contents. Arrays are plain ``.npy`` files and the header is JSON: nothing is unpickled.
+It is built once and memory mapped by every rank and worker, so that step plans need no payload. The index is
+``.hetero_index/<manifest>-<key>`` in the first manifest's folder; the key is a hash of all manifests, of the tokenizer
+and of all settings that decide the contents. Arrays are plain ``.npy`` files and the header is JSON: nothing is
+unpickled.
 
 An index may also be built without opening a media file. Sizes then become known when items are decoded, and each item
-is one placeholder token until then; see :mod:`hetero_strategy.loading.dispatch`.
+is one placeholder token until then; see :mod:`hetero_strategy.loading.read_where_sampled`.
 """
 
 from __future__ import annotations
@@ -29,24 +30,32 @@ from tqdm import tqdm
 from hetero_strategy import ragged
 from hetero_strategy.data.dataset_index import DatasetIndex as DatasetIndex
 from hetero_strategy.data.dataset_index import load_index
-from hetero_strategy.data.faults import check_skipped, counts, list_path, write_list
-from hetero_strategy.data.manifest import Faults, PathLike, Sample, manifest_paths, parse_manifests
-from hetero_strategy.data.manifest_file import files_of
-from hetero_strategy.data.media import Media, TargetProcessor, of_items, too_long
+from hetero_strategy.data.manifest import (
+    Faults,
+    PathLike,
+    Sample,
+    check_skipped,
+    counts,
+    files_of,
+    list_path,
+    manifest_paths,
+    parse_manifests,
+    write_list,
+)
+from hetero_strategy.data.media import of_items, too_long
 from hetero_strategy.data.media_file import shortened
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
+from hetero_strategy.model.kind import Media, TargetProcessor
 
-VERSION = 9
-"""Raised whenever ids, masks, the arrays or a processor's rows change meaning."""
-
+VERSION = 10
+"""Increased whenever ids, masks, the arrays or a processor's rows change meaning."""
 DECODE_LIMIT = 20_000
 """``verify="auto"`` decodes every file if there are at most this many."""
 
 Verify = Literal["auto", "header", "decode"]
 CHUNK = 2048
 """Samples that are tokenised at once."""
-
 ARRAY_HEADER = 128
 """Bytes of a ``.npy`` file besides its numbers."""
 
@@ -73,28 +82,28 @@ def build_index(
     Several processes may build at once: each writes its own folder and the first rename wins.
 
     Args:
-        manifests: a file in the format of :mod:`hetero_strategy.data.manifest`, or several, whose samples follow one
-            another.
+        manifests: a file in the format of :mod:`hetero_strategy.data.manifest`, or several; their samples are
+            concatenated.
         processors: encoder or generator -> its processor, which reads the manifest field it names.
-        media_folder: what media paths are relative to; default: each manifest's folder.
-        cache_folder: folder of all indices; default: ``.hetero_index`` beside the first manifest.
+        media_folder: folder that media paths are relative to; default: each manifest's folder.
+        cache_folder: folder of all indices; default: ``.hetero_index`` in the first manifest's folder.
         verify: ``header`` reads headers only, ``decode`` decodes every file once, ``auto`` decodes if there are at most
             20000 files.
-        max_tokens: longer samples are faults.
+        max_tokens: most tokens of a sample; longer samples are faults.
         answers: whether every sample must have a non-empty answer.
-        measure: if False, no media file is opened; sizes and faults of files show only when items are decoded.
-        leave_out: media fields; samples that hold one are left out, and counted in the index.
-        skip: leave faulty samples out, too. The index counts them by kind, and goes on leaving them out until it is
-            deleted. An index without faults is the same with and without it.
-        max_skipped: with ``skip``, more faulty samples are refused; None: 1%, at least 10.
-        most_rows: with ``skip``, module -> most rows that it can take of a sample (language models) or inside it of an
-            item; longer samples are faults.
+        measure: if False, no media file is opened; sizes and faults of files become known when items are decoded.
+        leave_out: media fields; samples with such media are left out, and counted in the index.
+        skip: leave faulty samples out, too. The index counts them by kind, and leaves them out until it is deleted. An
+            index without faults is the same with and without ``skip``.
+        max_skipped: with ``skip``, more faulty samples raise an error; None: 1%, at least 10.
+        most_rows: with ``skip``, module -> most rows of a sample (language models) or of an item inside the module;
+            longer samples are faults.
 
-    Faults are listed in a file beside the index, `list_path` of its folder, one a line.
+    Faults are listed one a line in a file next to the index, `list_path` of its folder.
 
     Raises:
-        DataError: the data set has faults, of which the error names the first ten, or too many to skip.
-        ConfigError: two processors read the same field, or the tokenizer has no token for what is to be drawn.
+        DataError: the data set has faults (the error names the first ten), or too many to skip.
+        ConfigError: two processors read the same field, or the tokenizer has no token for items to draw.
     """
     paths = manifest_paths("manifests", manifests)
     folder, folders = _folders(paths, media_folder)
@@ -106,7 +115,8 @@ def build_index(
         "verify": verify,
         "max_tokens": max_tokens,
         "answers": answers,
-        # Beside its manifest an index may move with the data; in a folder of many the same manifest may be of others.
+        # Next to its manifest an index may move with the data; in a shared folder the same manifest may name other
+        # files.
         "media_folder": str(folder) if media_folder is not None or cache_folder is not None else None,
         **({} if measure else {"measure": False}),
         **({"leave_out": sorted(leave_out)} if leave_out else {}),
@@ -153,7 +163,7 @@ def _there(folder: Path) -> bool:
 
 
 def _takes_all(folder: Path, media_folder: Path, most_rows: Mapping[str, int]) -> bool:
-    """Whether there is an index without faults whose samples and items all modules can take."""
+    """Return whether there is an index without faults whose samples and items all modules can take."""
     if not _there(folder):
         return False
     index = load_index(folder, media_folder)
@@ -163,13 +173,13 @@ def _takes_all(folder: Path, media_folder: Path, most_rows: Mapping[str, int]) -
 
 
 def _folders(manifests: Sequence[Path], media_folder: str | Path | None) -> tuple[Path, list[str] | None]:
-    """What media paths are relative to in the index, and the folder of each of several manifests from there."""
+    """Return the folder of the index's media paths, and the folder of each of several manifests relative to it."""
     if media_folder is not None:
         return Path(media_folder).absolute(), None
     folder = manifests[0].parent
     if len(manifests) == 1:
         return folder.absolute(), None
-    folder = folder.resolve()  # as ".." in what follows does not lead out of a link
+    folder = folder.resolve()  # otherwise ".." below would not lead out of a link
     own = [os.path.relpath(path.parent.resolve(), folder) for path in manifests]
     return folder, ["" if one == os.curdir else one for one in own]
 
@@ -204,7 +214,7 @@ def _measure(
 ) -> Measured:
     """Measure every file.
 
-    Threads do it, not processes: decoders release the GIL, and forking beside process groups and CUDA is not safe.
+    It uses threads, not processes: decoders release the GIL, and forking with process groups and CUDA is not safe.
     """
     distinct = dict.fromkeys((f, name) for s in samples for f, names in s.items.items() for name in names)
     by_field = {processor.field: processor for processor in processors.values()}
@@ -216,8 +226,8 @@ def _measure(
         field, name = file
         try:
             size = by_field[field].measure(folder / name)
-            if decode and isinstance(said := by_field[field].check(folder / name), str):
-                odd.append(f"{folder / name}: {said}")
+            if decode and isinstance(warning := by_field[field].check(folder / name), str):
+                odd.append(f"{folder / name}: {warning}")
             return size
         except (DataError, OSError) as error:
             return error
@@ -257,7 +267,7 @@ def _arrays(
     kept: list[Sample] = []
     if measured is not None:
         samples = [s for s in samples if all((f, name) in measured for f, names in s.items.items() for name in names)]
-    ids, loss = bytearray(), bytearray()  # which grow in place: of all tokens there is never a second copy
+    ids, loss = bytearray(), bytearray()  # they grow in place, so that there is never a second copy of all tokens
     lengths, labels = list[int](), list[int]()
     starts = {name: [np.zeros(0, np.int64)] for name in processors}
     for chunk in _bar(range(0, len(samples), CHUNK), "tokenise", None, progress):
@@ -329,18 +339,18 @@ def _beyond(
     measured: Measured | None,
     most_rows: Mapping[str, int],
 ) -> str:
-    """What a module cannot take of a sample; empty: it takes all."""
+    """Return the fault of a sample that is too long for a module; empty if it fits."""
     for module, most in most_rows.items():
         if module not in processors:
-            found = tokens
-        elif measured is None:  # known when they are decoded
+            rows = tokens
+        elif measured is None:  # known when items are decoded
             continue
         else:
             processor = processors[module]
             sizes = [measured[processor.field, name][0] for name in sample.items.get(processor.field, ())]
-            found = int(processor.inner_rows(np.array(sizes, np.int64)).max()) if sizes else 0
-        if found > most:
-            return f"{found} rows, more than the {most} that '{module}' can take; shorten it"
+            rows = int(processor.inner_rows(np.array(sizes, np.int64)).max()) if sizes else 0
+        if rows > most:
+            return f"{rows} rows, more than the {most} that '{module}' can take; shorten it"
     return ""
 
 
@@ -358,9 +368,9 @@ def _write(target: Path, arrays: Mapping[str, np.ndarray], header: Mapping[str, 
 
 @contextmanager
 def atomic_folder(target: Path, *, need: int | None = None, fix: str = "choose another folder") -> Iterator[Path]:
-    """Open a new folder that takes its name only when everything in it is written.
+    """Open a new folder that takes its name only once everything in it is written.
 
-    Where another process was first, its folder stays. Nothing half-written is left behind.
+    If another process was first, its folder stays. No partly written folder is left behind.
 
     Args:
         target: the folder's final path.
@@ -368,7 +378,7 @@ def atomic_folder(target: Path, *, need: int | None = None, fix: str = "choose a
         fix: advice in that message.
 
     Raises:
-        DataError: something cannot be written, for want of permission, room or quota.
+        DataError: something cannot be written, for lack of permission, room or quota.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -384,14 +394,14 @@ def atomic_folder(target: Path, *, need: int | None = None, fix: str = "choose a
             if not target.is_dir():
                 raise
     except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)  # before the free room is looked at
+        shutil.rmtree(folder, ignore_errors=True)  # before the free room is measured
         raise DataError(_unwritten(target.parent, error, need, fix)) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _unwritten(folder: Path, error: OSError, need: int | None, fix: str) -> str:
-    # numpy says "123 requested and 45 written" of a full disk, and gives no errno.
+    # For a full disk numpy raises "123 requested and 45 written" without an errno.
     reason = error.strerror or f"the disk took a part only: {error}"
     try:
         room = f"; {need} bytes are needed and {shutil.disk_usage(folder).free} are free" if need else ""

@@ -1,12 +1,13 @@
-"""Chat templates of Hugging Face tokenizers: which text stands around the turns of a conversation.
+"""Render chat templates of Hugging Face tokenizers and locate the turns in the rendered text.
 
-A template is rendered with a mark in place of each turn's text, so what it adds is told from what the turns say:
-special tokens in the former are tokens, in the latter they are text. The loss is on an answer and on the token that the
-template writes behind it, with which an instruct model ends its turn. What it writes around the true texts is compared.
+A template is rendered with a mark in place of each turn's text, which separates the template's text from the turns'
+text. Special tokens in the template's text are tokens; in a turn's text they are text. The loss is on an answer and on
+the token that the template writes after it, with which an instruct model ends its turn. The result is compared with a
+rendering of the true texts.
 
-A template may look into answers: those of reasoning models take the reasoning out of earlier ones, and calls of
-functions are written in words of the template. Then an answer is what stands between the prompt for it and what would
-follow any other answer. Earlier ones that the template shortens, or whose prompt differs, are not learnt.
+A template may look into answers: templates of reasoning models remove the reasoning from earlier answers, and write
+function calls in their own words. Then an answer is the text between its prompt and the text that would follow any
+other answer. Earlier answers that the template shortens, or whose prompt differs, are not learnt.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from hetero_strategy.data.conversation import SAID, Turn, texts_of
 from hetero_strategy.errors import ConfigError, DataError
 
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
-"""What templates call the roles of a manifest."""
+"""Role in a manifest -> role in a template."""
 DAY = datetime(2024, 7, 26)
-"""On which every template is written: token ids may not follow from the day on which a data set is indexed."""
-_SPACE = "\u2003"  # one that no template writes, and that is missing where a template trims
+"""The date that every template sees: token ids must not depend on the day on which a data set is indexed."""
+_SPACE = "\u2003"  # a blank that no template writes; it is missing where a template trims
 _MARK = re.compile(f"({_SPACE}?)\ue000(\\d+)\ue001({_SPACE}?)")
 _ENDLESS = (
     "the chat template writes no token of its own right behind an answer, so a model would not learn to end it; use a"
@@ -45,31 +46,31 @@ class Written(NamedTuple):
 
     text: str
     token: bool
-    """Whether it is a token of its own that the template adds, and not text."""
+    """Whether it is a token that the template adds, and not text."""
     learn: bool
     """Whether it is to be predicted."""
 
 
 class Conversed(NamedTuple):
-    """A conversation as it is written."""
+    """A written conversation."""
 
     pieces: list[Written]
     unlearnt: int
-    """Answers that are to be learnt and are not, as the template takes text out of them."""
+    """Number of answers that should be learnt but are not, because the template removes text from them."""
 
 
 class ChatTemplate:
     """A Jinja template as in ``chat_template.jinja`` or ``tokenizer_config.json``.
 
-    It is rendered in a sandbox in which it is always the same day, 26 July 2024, as Llama's falls back to.
+    It is rendered in a sandbox in which the date is always 26 July 2024, the default of Llama's template.
 
     Args:
         source: text of the template.
-        added: tokens that the tokenizer knows as a whole, and of each whether it is special.
-        variables: what it may name beside ``messages``, such as ``bos_token``.
+        added: token that the tokenizer knows as a whole -> whether it is special.
+        variables: values that the template may name besides ``messages``, such as ``bos_token``.
 
     Raises:
-        ConfigError: it is no Jinja template.
+        ConfigError: the source is no Jinja template.
     """
 
     def __init__(self, source: str, added: Mapping[str, bool], variables: Mapping[str, Any]) -> None:
@@ -81,7 +82,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _refuse, "strftime_now": DAY.strftime}
-        try:  # where a template says what a model generates, that is an answer, which is known here
+        try:  # a block that marks generated text is an answer, which is known here
             plain = _GENERATION.sub(lambda tag: f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}", source)
             self._template = environment.from_string(plain)
         except TemplateError as error:
@@ -91,18 +92,14 @@ class ChatTemplate:
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        """A compiled template cannot be pickled: it is compiled again."""
+        """Pickle the arguments: a compiled template cannot be pickled."""
         return ChatTemplate, self._made_of
 
     def written(self, turns: Sequence[Turn], variables: Mapping[str, Any] | None = None) -> Conversed:
         """Return the conversation as the template writes it.
 
         Args:
-            variables: values beside the turns that the template reads, such as ``tools``.
-
-        Raises:
-            DataError: the template refuses it, leaves a turn or a variable out, repeats a turn, changes the last
-                answer, or lets an answer end without a special token.
+            variables: values besides the turns that the template reads, such as ``tools``.
         """
         talk = _Talk(self, turns, variables or {})
         talk.check_extra()
@@ -117,16 +114,16 @@ class ChatTemplate:
             )
         if any(turn.role == "gpt" and not turn.extra.keys().isdisjoint(SAID) for turn in turns):
             return talk.by_prompts()
-        said = [turn for turn in turns if turn.text]
-        kept = [turn.text if space else turn.text.lstrip() for turn, space in zip(said, around[1::4], strict=True)]
+        with_text = [turn for turn in turns if turn.text]
+        kept = [turn.text if space else turn.text.lstrip() for turn, space in zip(with_text, around[1::4], strict=True)]
         kept = [text if space else text.rstrip() for text, space in zip(kept, around[3::4], strict=True)]
-        written, pieces = talk.rendered(), self._pieces(said, kept, around[::4])
-        if "".join(piece.text for piece in pieces) != written:  # other words around a turn for what is in it
-            texts = [turn.text for turn in said]
+        written, pieces = talk.rendered(), self._pieces(with_text, kept, around[::4])
+        if "".join(piece.text for piece in pieces) != written:  # the words around a turn depend on its text
+            texts = [turn.text for turn in with_text]
             between = _between(written, texts, around[::4])
             if between is None:
                 return talk.by_prompts()
-            pieces = self._pieces(said, texts, between)
+            pieces = self._pieces(with_text, texts, between)
         return Conversed(_joined(pieces), 0)
 
     def _pieces(self, turns: Sequence[Turn], texts: Sequence[str], between: Sequence[str]) -> list[Written]:
@@ -138,18 +135,18 @@ class ChatTemplate:
         return pieces
 
     def looks_special(self, text: str) -> bool:
-        """Whether it holds what would be a special token."""
+        """Return whether a text contains a special token."""
         return self._specials is not None and self._specials.search(text) is not None
 
     def _takes_text(self) -> bool:
-        """Whether contents are texts. Else, as in templates for pictures, they are lists of parts."""
+        """Return whether contents are texts. Else, as in templates for pictures, they are lists of parts."""
         try:
             return "\ue000" in self.rendered([Turn("human", "\ue000"), Turn("gpt", "1")])
         except DataError:
             return False
 
     def rendered(self, turns: Sequence[Turn], **variables: Any) -> str:
-        """Return the text that the template makes of some turns."""
+        """Return the template's text for some turns."""
         messages = [
             {
                 **turn.extra,
@@ -164,12 +161,12 @@ class ChatTemplate:
             raise DataError(f"the chat template refuses the conversation: {error}") from None
 
     def added(self, text: str) -> list[Written]:
-        """What the template adds, tokens apart."""
+        """Split text that the template adds into tokens and text."""
         parts = self._tokens.split(text) if self._tokens else [text]
         return [Written(part, bool(n % 2), False) for n, part in enumerate(parts) if part]
 
     def ending(self, text: str) -> list[Written]:
-        """What follows an answer: up to the first token it is learnt."""
+        """Split the text after an answer; it is learnt up to the first token."""
         pieces = self.added(text)
         end = next((n for n, piece in enumerate(pieces) if piece.token), None)
         if end is None or any(piece.text.strip() for piece in pieces[:end]):
@@ -178,26 +175,22 @@ class ChatTemplate:
 
 
 class _Talk:
-    """One conversation and a template that looks into its answers."""
+    """A conversation and a template that looks into its answers."""
 
     def __init__(self, template: ChatTemplate, turns: Sequence[Turn], variables: Mapping[str, Any]) -> None:
         self.template, self.turns, self.variables = template, turns, variables
 
     def rendered(self, texts: Sequence[str] | None = None) -> str:
-        """Return the whole conversation, or with other texts in its turns."""
+        """Render the whole conversation, optionally with other texts in its turns."""
         turns = self.turns if texts is None else [replace(t, text=s) for t, s in zip(self.turns, texts, strict=True)]
         return self.up_to(turns)
 
     def up_to(self, turns: Sequence[Turn], prompt: bool = False) -> str:
-        """Return some turns as they begin a conversation, with the prompt for the next answer if so wanted."""
+        """Render turns as the start of a conversation, with the prompt for the next answer if ``prompt``."""
         return self.template.rendered(turns, **self.variables, add_generation_prompt=prompt)
 
     def check_extra(self) -> None:
-        """Refuse what is said beside the texts where the template does not write it.
-
-        Raises:
-            DataError: naming the key, and the turn that has it.
-        """
+        """Refuse variables and keys of turns that the template does not write."""
         for key, value in self.variables.items():
             rest = {name: other for name, other in self.variables.items() if name != key}
             if self._gives(self.rendered(), self.turns, rest):
@@ -205,7 +198,7 @@ class _Talk:
             self._check_text(f"'{key}'", value)
         for number, turn in enumerate(self.turns):
             for key in SAID:
-                if key not in turn.extra or (key == "name" and turn.role == "tool"):  # which says whose answer it is
+                if key not in turn.extra or (key == "name" and turn.role == "tool"):  # it names the function
                     continue
                 before = self.turns[:number]
                 if self._gives(self.up_to([*before, turn]), [*before, _without(turn, key)], self.variables):
@@ -218,11 +211,7 @@ class _Talk:
                 raise DataError(f"{what} holds what the tokenizer takes for a special token: {text[:80]!r}; change it")
 
     def by_prompts(self) -> Conversed:
-        """Return the conversation with answers found by what the prompts before them leave.
-
-        Raises:
-            DataError: the template changes the last answer that is to be learnt, so that none would be.
-        """
+        """Write the conversation, locating each answer after the prompt for it."""
         for number, turn in enumerate(self.turns):
             self._check_text(f"turn {number + 1} ({turn.role}), which the chat template changes,", turn.text)
         whole = self.rendered()
@@ -242,7 +231,7 @@ class _Talk:
         return Conversed(_joined([*pieces, *self.template.added(whole[end:])]), spans.count(None))
 
     def _span(self, number: int, whole: str) -> tuple[int, int] | None:
-        """First and last character of an answer with the token that ends it; None: the template leaves words of it out.
+        """Return the span of an answer and its end token; None if the template leaves out words of the answer.
 
         For example, with the turns ``2+2?`` and ``4``::
 
@@ -251,8 +240,8 @@ class _Talk:
             <user>2+2?<end><assistant>4<end>   the whole, of which 4<end> is learnt
         """
         turn = self.turns[number]
-        said = [key for key in SAID if key in turn.extra]
-        if _solid(turn.text) not in _solid(whole):  # the usual case, told without writing anything again
+        keys = [key for key in SAID if key in turn.extra]
+        if _solid(turn.text) not in _solid(whole):  # the usual case, decided without rendering again
             return None
         try:
             before = self.up_to(self.turns[:number]) if number else ""
@@ -263,7 +252,7 @@ class _Talk:
         last = len(whole) - len(rest)
         if not (whole.startswith(before) and whole.endswith(rest) and len(before) <= last):
             return None
-        if not said and whole.startswith(head) and whole[len(head) : last].strip() == turn.text.strip():
+        if not keys and whole.startswith(head) and whole[len(head) : last].strip() == turn.text.strip():
             first = len(head)
         else:
             prompt = prompted if prompted != before else head
@@ -271,21 +260,21 @@ class _Talk:
             first = next((place for place, (one, two) in pairs if one != two), len(prompt))
         if _solid(turn.text) not in _solid(whole[len(before) : last]):
             return None
-        if any(self._gives(whole, self._with(number, _without(turn, key)), self.variables) for key in said):
+        if any(self._gives(whole, self._with(number, _without(turn, key)), self.variables) for key in keys):
             return None
         return first, last + sum(len(piece.text) for piece in self.template.ending(rest) if piece.learn)
 
     def _around(self, number: int, before: str, whole: str) -> tuple[str, str]:
-        """What stands before any text of an answer, and what follows this one, beginning with the token that ends it.
+        """Return the text before an answer, and the text after it, beginning with the token that ends it.
 
         Raises:
-            DataError: the template refuses another answer in its place, and changes it later.
+            DataError: the template refuses another answer in its place, and changes this one once turns follow.
         """
         turn = self.turns[number]
         plain = replace(turn, text="\ue000", extra={k: v for k, v in turn.extra.items() if k not in SAID})
         try:
             other = self.up_to(self._with(number, plain))
-        except DataError:  # as an answer without its call of a function would come twice in turn
+        except DataError:  # such as an answer without its function call, twice in turn
             after = self.up_to(self.turns[: number + 1]).rstrip()
             tokens = [piece.text for piece in self.template.added(after[len(before) :])]
             if not tokens or not whole.startswith(after):
@@ -295,11 +284,11 @@ class _Talk:
         return head, rest
 
     def _with(self, number: int, turn: Turn) -> list[Turn]:
-        """All turns, one of them another."""
+        """Return all turns with turn ``number`` replaced."""
         return [*self.turns[:number], turn, *self.turns[number + 1 :]]
 
     def _gives(self, text: str, turns: Sequence[Turn], variables: Mapping[str, Any]) -> bool:
-        """Whether the template makes a text of some turns; where it refuses them, it does not."""
+        """Return whether the template renders some turns as ``text``; False if it refuses them."""
         try:
             return self.template.rendered(turns, **variables) == text
         except DataError:
@@ -314,12 +303,9 @@ def read_template(chat_template: str, folder: Path) -> str:
     """Return the text of a template.
 
     Args:
-        chat_template: ``auto``: the one beside the tokenizer, ``chat_template.jinja`` or in ``chat_template.json`` or
+        chat_template: ``auto`` for the tokenizer's own, in ``chat_template.jinja``, ``chat_template.json`` or
             ``tokenizer_config.json``; else a file.
-        folder: the tokenizer's.
-
-    Raises:
-        ConfigError: there is none.
+        folder: folder of the tokenizer.
     """
     file = folder / "chat_template.jinja" if chat_template == "auto" else Path(chat_template)
     if file.is_file():
@@ -327,18 +313,18 @@ def read_template(chat_template: str, folder: Path) -> str:
     if chat_template != "auto":
         raise ConfigError(f"chat_template: {file} is missing; give a Jinja file, or auto for the tokenizer's own")
     config = folder / "tokenizer_config.json"
-    found = read_json(folder / "chat_template.json").get("chat_template") or read_json(config).get("chat_template")
-    if isinstance(found, list):  # several by name
-        found = {one["name"]: one["template"] for one in found}.get("default")
-    if not isinstance(found, str):
+    template = read_json(folder / "chat_template.json").get("chat_template") or read_json(config).get("chat_template")
+    if isinstance(template, list):  # several templates by name
+        template = {one["name"]: one["template"] for one in template}.get("default")
+    if not isinstance(template, str):
         raise ConfigError(
             f"chat_template: neither {file} nor {config} has one; name a Jinja file, or leave chat_template out"
         )
-    return found
+    return template
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object beside the tokenizer; an empty one if there is no such file."""
+    """Read a JSON object from the tokenizer's folder; return an empty one if there is no such file."""
     if not path.is_file():
         return {}
     try:
@@ -349,7 +335,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _joined(pieces: Sequence[Written]) -> list[Written]:
-    """Texts that follow each other become one, as they are tokenised where a whole conversation is."""
+    """Join texts that follow each other, because a whole conversation is tokenised that way."""
     joined: list[Written] = []
     for piece in pieces:
         if joined and not (piece.token or joined[-1].token) and piece.learn == joined[-1].learn:
@@ -360,14 +346,14 @@ def _joined(pieces: Sequence[Written]) -> list[Written]:
 
 
 def _between(written: str, texts: Sequence[str], usual: Sequence[str]) -> list[str] | None:
-    """What a conversation has before, between and behind these texts of its turns.
+    """Return the text before, between and after the texts of a conversation's turns.
 
     Args:
-        usual: what it has there where the template knows nothing of the texts. Only where something else stands before
-            a text is that searched for: short ones may also be found in words of the template.
+        usual: the text there if the template does not look into the turns. A turn's text is searched for only if it
+            does not follow this text: a short text may also occur in words of the template.
 
     Returns:
-        None: one of them is not in it.
+        None: the conversation lacks one of the texts.
     """
     between, end = [], 0
     for text, words in zip(texts, usual[:-1], strict=True):
@@ -380,7 +366,7 @@ def _between(written: str, texts: Sequence[str], usual: Sequence[str]) -> list[s
 
 
 def _solid(text: str) -> str:
-    """A text without its blanks."""
+    """Return a text without its blanks."""
     return "".join(text.split())
 
 
@@ -390,7 +376,7 @@ def _any_of(tokens: Collection[str]) -> re.Pattern[str] | None:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """As transformers writes it: jinja2's own filter escapes for HTML."""
+    """Write JSON as transformers does: jinja2's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

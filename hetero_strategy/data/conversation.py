@@ -1,9 +1,9 @@
-"""Conversations: what the turns of a sample say, which of them are learnt, and which files stand in them. Pure Python.
+"""Read conversations: the texts of a sample's turns, which turns are learnt, and which files they contain. Pure Python.
 
 Two spellings are read. LLaVA's and ShareGPT's turns are ``{"from": "human", "value": "..."}`` in ``conversations``;
-OpenAI's are ``{"role": "user", "content": ...}`` in ``messages``, where a content is a text or a list of parts.
-A ``<image>`` in a text stands for the next file of ``image`` or ``images``; a backslash before it, ``\\<image>``, makes
-it text. In a part of type ``text`` it always is text, as there files are parts of their own.
+OpenAI's are ``{"role": "user", "content": ...}`` in ``messages``, where a content is a text or a list of parts. A
+``<image>`` in a text stands for the next file of ``image`` or ``images``; a backslash before it, ``\\<image>``, makes
+it text. In a part of type ``text`` it is always text, because files are parts of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 CALLS = ("function_call", "tool_call")
-"""Role names of turns whose text is a call of a function, as JSON."""
+"""Role names of turns whose text is a function call, as JSON."""
 
 ROLES = {
     **dict.fromkeys(("human", "user"), "human"),
@@ -26,41 +26,42 @@ ROLES = {
 """Role names in manifests -> the four roles."""
 
 MEDIA_FIELDS = ("image", "audio", "video", "draw")
-"""Fields that hold media by convention. Where no module reads them they are refused, not ignored."""
+"""Fields that hold media by convention. If no module reads them they raise an error; they are not ignored."""
 
 PARTS = {
     **dict.fromkeys(("image", "image_url"), "image"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
     **dict.fromkeys(("video", "video_url"), "video"),
 }
-"""Types of parts of a content -> the media field of their file."""
+"""Type of a part of a content -> media field of its file."""
 
 LEARNT = ("loss", "loss_mask", "loss_scale", "weight", "train", "training")
-"""Keys of a turn or of a sample that say whether answers are learnt: ms-swift's, verl's, OpenAI's and axolotl's."""
+"""Keys of a turn or of a sample that switch learning its answers on or off: ms-swift's, verl's, OpenAI's and axolotl's.
+"""
 
 SAID = ("reasoning_content", "reasoning", "thinking", "tool_calls", "name")
-"""Keys of a turn that hold words of it. Whoever writes the conversation has to write them too, or to refuse it."""
+"""Keys of a turn that hold words of it. Code that writes the conversation must write these words or refuse them."""
 
 VARIABLES = ("tools", "documents")
 """Keys of a sample that a chat template reads."""
 
 UNREAD = ("chat_template_kwargs", "train_detail", "training_detail")
-"""Keys of a sample or turn that change what other trainers learn, and that nothing reads here."""
+"""Keys of a sample or turn that change what other trainers learn, but that nothing reads here."""
 
 SHOWN = 10
-"""Keys or faults that one error names."""
+"""Most keys or faults that one error names."""
 
 _FILES = (*MEDIA_FIELDS, *(f"{media_field}s" for media_field in MEDIA_FIELDS))
 _SPELLING = ("from", "value", "role", "content", *LEARNT)
 
 
 def placeholder(media_field: str) -> str:
-    """The text that stands for one item of a field in a manifest: ``<image>`` for ``image``."""
+    """Return the text that stands for one item of a field in a manifest: ``<image>`` for ``image``."""
     return f"<{media_field}>"
 
 
 def item_mark(media_field: str) -> str:
-    """The text that stands for one item of a field in a turn; no manifest holds its noncharacters."""
+    """Return the text that stands for one item of a field in a turn; no manifest holds its noncharacters."""
     return f"\ufdd0{media_field}\ufdd1"
 
 
@@ -69,27 +70,27 @@ ITEM_MARK = re.compile("\ufdd0([^\ufdd1]*)\ufdd1")
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a conversation."""
+    """A turn of a conversation."""
 
     role: str
     """``human``, ``gpt``, ``system`` or ``tool``."""
     text: str
-    """What it says, with :func:`item_mark` where an item stands."""
+    """Text of the turn, with :func:`item_mark` in place of each item."""
     learnt: bool = True
     """Whether an answer (``gpt``) is to be predicted; the text of other roles never is."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Other keys of the turn, as a chat template reads them: ``tool_calls``, ``reasoning_content`` and the like."""
+    """Other keys of the turn, which a chat template reads: ``tool_calls``, ``reasoning_content`` and the like."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a sample says."""
+    """The conversation of one sample."""
 
     turns: tuple[Turn, ...]
     items: Mapping[str, tuple[str, ...]]
-    """Media field -> paths, in the order in which the items stand in the turns."""
+    """Media field -> paths, in the order of the items in the turns."""
     variables: Mapping[str, Any]
-    """``tools`` and the like, as a chat template reads them."""
+    """``tools`` and the like, which a chat template reads."""
 
 
 def read_conversation(
@@ -99,12 +100,12 @@ def read_conversation(
     drawn: Sequence[str],
     problems: list[str],
 ) -> Conversation:
-    """Read what a sample of a manifest says; what is wrong with it is added to ``problems``.
+    """Read the conversation of a manifest's sample, and add its faults to ``problems``.
 
     Args:
         fields: media fields that have an encoder or a generator.
-        answers: whether there must be an answer to learn, and none may be empty.
-        drawn: those of ``fields`` that have a generator.
+        answers: whether the sample must have an answer to learn, and no empty answer.
+        drawn: members of ``fields`` that have a generator.
     """
     reader = _Reader(fields, drawn, problems)
     turns = reader.turns(sample, answers)
@@ -119,7 +120,7 @@ def read_conversation(
 
 
 def holds(sample: Mapping[str, Any], media_field: str) -> bool:
-    """Whether a sample has files of a media field, in a list or in a part of a turn."""
+    """Return whether a sample has files of a media field, in a list or in a part of a turn."""
     if sample.get(media_field) or (media_field in MEDIA_FIELDS and sample.get(f"{media_field}s")):
         return True
     turns = _decoded(sample.get("conversations") or sample.get("messages"))
@@ -129,12 +130,12 @@ def holds(sample: Mapping[str, Any], media_field: str) -> bool:
 
 
 class _Reader:
-    """Reads one sample: texts first, which note the items that stand in them, then the items' files."""
+    """A reader of one sample: texts first, which note their items, then the items' files."""
 
     def __init__(self, fields: Sequence[str], drawn: Sequence[str], problems: list[str]) -> None:
         self.fields, self.drawn, self.problems = fields, drawn, problems
         self.placed: dict[str, list[str | None]] = {}
-        """Media field -> path of each item in the turns; None: the next one of the sample's list."""
+        """Media field -> path of each item in the turns; None for the next path of the sample's list."""
         names = "|".join(map(re.escape, dict.fromkeys((*fields, *MEDIA_FIELDS))))
         self.tag = re.compile(rf"(\\?)<({names})>")
 
@@ -143,19 +144,19 @@ class _Reader:
         both = [key for key in ("conversations", "messages") if sample.get(key)]
         if len(both) > 1:
             self.problems.append("has both 'conversations' and 'messages'; keep one of them")
-        said = _decoded(sample.get(both[0])) if both else None
-        if isinstance(said, dict) and said and all(isinstance(column, list) for column in said.values()):
-            said = [dict(zip(said, turn, strict=False)) for turn in zip(*said.values(), strict=False)]  # by columns
-        if not isinstance(said, list) or not said:
+        listed = _decoded(sample.get(both[0])) if both else None
+        if isinstance(listed, dict) and listed and all(isinstance(column, list) for column in listed.values()):
+            listed = [dict(zip(listed, turn, strict=False)) for turn in zip(*listed.values(), strict=False)]  # columns
+        if not isinstance(listed, list) or not listed:
             keys = ", ".join(map(str, [*sample][:SHOWN])) or "none"
             self.problems.append(
                 f"'conversations' or 'messages' must be a list of at least one turn; the keys of the sample are {keys}"
             )
             return []
-        if system := sample.get("system"):  # as ShareGPT's format has it
-            said = [{"role": "system", "content": system}, *said]
+        if system := sample.get("system"):  # ShareGPT's format
+            listed = [{"role": "system", "content": system}, *listed]
         before, learnt = len(self.problems), self.learnt("the sample", sample)
-        turns = [turn for number, one in enumerate(said) if (turn := self.turn(number, one, answers, learnt))]
+        turns = [turn for number, one in enumerate(listed) if (turn := self.turn(number, one, answers, learnt))]
         if system and any(turn.role == "system" for turn in turns[1:]):
             self.problems.append("has 'system' and a turn from 'system'; keep one of them")
         if answers and len(self.problems) == before and not any(turn.role == "gpt" and turn.learnt for turn in turns):
@@ -165,11 +166,11 @@ class _Reader:
         return turns
 
     def turn(self, number: int, turn: Any, answers: bool, learnt: bool) -> Turn | None:
-        """Read one turn; None: it has no role or text."""
+        """Read one turn; return None if it has no role or text."""
         name = f"turn {number}"
-        said = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, dict) else {}
-        role_name, content = said.get("from", said.get("role")), said.get("value", said.get("content"))
-        extra = {key: value for key, value in said.items() if key not in _SPELLING}
+        values = {key: value for key, value in turn.items() if value is not None} if isinstance(turn, dict) else {}
+        role_name, content = values.get("from", values.get("role")), values.get("value", values.get("content"))
+        extra = {key: value for key, value in values.items() if key not in _SPELLING}
         self.calls(name, extra)
         if content is None and not extra.keys().isdisjoint(SAID):
             content = ""
@@ -188,11 +189,11 @@ class _Reader:
         text = self.parts(name, content) if isinstance(content, list) else self.text(content)
         if role == "gpt" and answers and not text.strip() and not extra.get("tool_calls"):
             self.problems.append(f"{name}: the answer is empty, so there is nothing to learn")
-        own = self.learnt(name, said, role)
+        own = self.learnt(name, values, role)
         return Turn(role, text, learnt and own if role == "gpt" else True, extra)
 
     def learnt(self, name: str, holder: Mapping[str, Any], role: str = "gpt") -> bool:
-        """Whether a turn, or a sample, is to be learnt as its keys say."""
+        """Return whether a turn, or a sample, is to be learnt according to its keys."""
         learnt = True
         for key in LEARNT:
             value = holder.get(key)
@@ -207,7 +208,7 @@ class _Reader:
         return learnt
 
     def text(self, text: str) -> str:
-        """Read a text in which tags stand for items, and tags behind a backslash for themselves."""
+        """Read a text: tags stand for items, or for themselves after a backslash."""
 
         def read(tag: re.Match[str]) -> str:
             if tag[1] or tag[2] not in self.fields:
@@ -218,14 +219,14 @@ class _Reader:
         return self.tag.sub(read, text)
 
     def parts(self, name: str, parts: Sequence[Any]) -> str:
-        """Read a content that is a list of parts: texts, and files where they stand."""
+        """Read a content that is a list of parts: texts, and files at their places."""
         text = ""
         for place, part in enumerate(parts):
-            of, said = f"{name}: part {place}", part if isinstance(part, dict) else {}
-            if said.get("type") == "text" and isinstance(said.get("text"), str):
-                text += said["text"]
-            elif (media_field := _field_of(said, self.fields)) is not None:
-                self.placed.setdefault(media_field, []).append(self.part_path(of, said))
+            of, values = f"{name}: part {place}", part if isinstance(part, dict) else {}
+            if values.get("type") == "text" and isinstance(values.get("text"), str):
+                text += values["text"]
+            elif (media_field := _field_of(values, self.fields)) is not None:
+                self.placed.setdefault(media_field, []).append(self.part_path(of, values))
                 text += item_mark(media_field)
             else:
                 known = ", ".join(PARTS)
@@ -233,7 +234,7 @@ class _Reader:
         return text
 
     def part_path(self, of: str, part: Mapping[str, Any]) -> str | None:
-        """Path that a part names; None: it is the next one of the sample's list."""
+        """Return the path that a part names; None if it is the next one of the sample's list."""
         values = [part.get(key) for key in (part["type"], "path", "url")]
         value = next((value for value in values if value is not None), None)
         if isinstance(value, dict) and value.get("bytes") is None:
@@ -244,7 +245,7 @@ class _Reader:
         return value
 
     def items(self, media_field: str, sample: Mapping[str, Any], turns: list[Turn]) -> tuple[str, ...]:
-        """Paths of a field's items in the order in which they stand; if none stands, they begin the first question."""
+        """Return paths of a field's items in the order of their tags; without tags, they begin the first question."""
         names, key = self.names(media_field, sample)
         placed = self.placed.get(media_field, [])
         if names is None:
@@ -254,7 +255,7 @@ class _Reader:
                 reader = "no generator draws" if media_field == "draw" else "no encoder reads"
                 self.problems.append(
                     f"has '{key}', which {reader}; give a processor for it, drop the field, or leave such"
-                    f" samples out with leave_out=[{media_field}]"
+                    f" samples out with index.leave_out=[{media_field}]"
                 )
             return ()
         mark = placeholder(media_field)
@@ -276,7 +277,7 @@ class _Reader:
         return tuple(next(rest, "") if path is None else path for path in placed)
 
     def names(self, media_field: str, sample: Mapping[str, Any]) -> tuple[list[str] | None, str]:
-        """Paths in a sample's list of a field, and the list's key; None: they are no paths."""
+        """Return the paths in a sample's list of a field, or None if they are no paths, and the list's key."""
         keys = [media_field]
         if media_field in MEDIA_FIELDS and f"{media_field}s" not in self.fields:
             keys.append(f"{media_field}s")
@@ -293,28 +294,28 @@ class _Reader:
         return paths, keys[0]
 
     def variables(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """What a sample gives to a chat template."""
-        found = {key: value for key in VARIABLES if (value := _decoded(sample.get(key)))}
+        """Return the variables of a sample for the chat template."""
+        variables = {key: value for key in VARIABLES if (value := _decoded(sample.get(key)))}
         if functions := _decoded(sample.get("functions")):
-            if "tools" in found:
+            if "tools" in variables:
                 self.problems.append("has both 'tools' and 'functions'; keep one of them")
-            found["tools"] = functions
-        for key, value in found.items():
+            variables["tools"] = functions
+        for key, value in variables.items():
             if not isinstance(value, list) or not all(isinstance(_decoded(one), dict) for one in value):
                 self.problems.append(f"'{key}' must be a list of objects, or such a list as JSON")
                 return {}
-        if "tools" in found:
-            found["tools"] = [_tool(_decoded(tool)) for tool in found["tools"]]
-        return found
+        if "tools" in variables:
+            variables["tools"] = [_tool(_decoded(tool)) for tool in variables["tools"]]
+        return variables
 
     def calls(self, name: str, extra: dict[str, Any]) -> None:
-        """Bring calls of functions into the form that chat templates read: arguments are objects."""
+        """Bring function calls into the form that chat templates read: arguments are objects."""
         if (call := extra.pop("function_call", None)) is not None:
             extra["tool_calls"] = [call]
         calls = _decoded(extra.pop("tool_calls", None))
         if not calls:
             return
-        extra["tool_calls"] = made = []
+        extra["tool_calls"] = converted = []
         for call in calls if isinstance(calls, list) else [calls]:
             function = call.get("function", call) if isinstance(call, dict) else call
             if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
@@ -323,23 +324,23 @@ class _Reader:
                 continue
             function = {**function, "arguments": _decoded(function.get("arguments", {}))}
             rest = call if "function" in call else {}
-            made.append({**rest, "type": "function", "function": function})
+            converted.append({**rest, "type": "function", "function": function})
 
     def called(self, name: str, text: str) -> Any:
-        """Calls that are the text of a turn."""
+        """Return the function calls that are the text of a turn."""
         extra = {"tool_calls": text}
         self.calls(name, extra)
         return extra.get("tool_calls")
 
 
 def _field_of(part: Mapping[str, Any], fields: Sequence[str]) -> str | None:
-    """Media field of a part of a content; None: it is no file."""
+    """Return the media field of a part of a content; None if the part is no file."""
     kind = part.get("type")
     return PARTS.get(kind, kind if kind in fields else None) if isinstance(kind, str) else None
 
 
 def _is_file(value: Any) -> bool:
-    """Whether it is a file as the `datasets` library stores pictures and recordings, but without its bytes."""
+    """Return whether a value is a file as the `datasets` library stores media, but without its bytes."""
     return isinstance(value, dict) and "path" in value and value.get("bytes") is None
 
 
@@ -355,7 +356,7 @@ def _no_path(value: Any) -> str:
 
 
 def _decoded(value: Any) -> Any:
-    """What a text holds as JSON, where it is an object or a list; everything else as it is."""
+    """Parse a text that is a JSON object or list; return everything else unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(value)
@@ -365,12 +366,12 @@ def _decoded(value: Any) -> Any:
 
 
 def _tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A function as OpenAI's format and chat templates have it."""
+    """Return a function in the form of OpenAI's format and chat templates."""
     return tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool}
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """All texts in a value as JSON has it."""
+    """Yield all texts in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The memory-mapped index of a data set: all that is known without its payload."""
+"""The memory-mapped index of a data set: everything that is known without its payload."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hetero_strategy import ragged
 
 @dataclass(frozen=True)
 class Strings:
-    """Texts in one memory-mapped array."""
+    """A list of texts in one memory-mapped array."""
 
     data: np.ndarray
-    """uint8, UTF-8 of all texts end to end."""
+    """UTF-8 of all texts end to end, uint8."""
     offsets: np.ndarray
-    """int64 [n + 1]."""
+    """First byte of each text, int64 ``[n + 1]``."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -30,9 +30,9 @@ class Strings:
 
 @dataclass(frozen=True)
 class ItemTable:
-    """Items of one encoder or generator over the whole data set, by sample and then by their position in it.
+    """A table of one encoder's or generator's items over the whole data set, by sample and position in the sample.
 
-    In an index that is not measured ``sizes`` and ``inner_rows`` are zeros, ``rows`` are ones and ``targets`` is None.
+    An index that is not measured has zeros in ``sizes`` and ``inner_rows``, ones in ``rows``, and None as ``targets``.
     """
 
     sample: np.ndarray
@@ -61,15 +61,15 @@ class DatasetIndex:
     """Folder of the index; its name ends with the key."""
     media_folder: Path
     content: str
-    """Hash of all arrays, equal for equal data wherever it lies and however it was checked."""
+    """Hash of all arrays, equal for equal data at any path and however it was checked."""
     ids: np.ndarray
     """Token ids of all samples end to end, int32. Items are expanded to their rows, or to one id if not measured."""
     loss: np.ndarray
-    """Which of these tokens are to be predicted, bool."""
+    """Whether each of these tokens is to be predicted, bool."""
     offsets: np.ndarray
     """Sample ``s`` has the tokens ``offsets[s] : offsets[s + 1]``, int64 ``[samples + 1]``."""
     largest_id: int
-    """Of ``ids``; -1 if there are none."""
+    """Largest of ``ids``; -1 if there are none."""
     labels: np.ndarray
     """Loss tokens of each sample, int64 ``[samples]``."""
     names: Strings
@@ -79,13 +79,14 @@ class DatasetIndex:
     measured: bool = True
     """Whether sizes are known before items are decoded."""
     max_tokens: int | None = None
-    """Longer samples are faults, found when the index is built or, if it is not measured, when a sample is decoded."""
+    """Longer samples are faults, detected when the index is built or, if it is not measured, when a sample is decoded.
+    """
     left_out: int = 0
-    """Number of samples of the manifests that were left out because of the media they hold."""
+    """Number of the manifests' samples that were left out because of their media."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Kind of fault -> number of samples that were left out because of it, with ``on_error="skip"``."""
     unlearnt: int = 0
-    """Number of earlier answers that are not learnt, as the chat template takes text out of them."""
+    """Number of earlier answers without a loss, because the chat template removes text from them."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -94,20 +95,20 @@ class DatasetIndex:
         return load_index, (self.folder, self.media_folder)  # a worker maps the files itself instead of copying them
 
     def item_numbers(self, module: str, samples: np.ndarray) -> np.ndarray:
-        """Numbers of the items of some samples, by sample: row ``k`` of the step's item table is item ``result[k]``."""
+        """Return the item numbers of some samples: row ``k`` of the step's item table is item ``result[k]``."""
         return ragged.expand(self.items[module].offsets[samples], self.counts(module, samples))
 
     def counts(self, module: str, samples: np.ndarray) -> np.ndarray:
-        """Number of items of each of some samples, int64 ``[n]``."""
+        """Return the number of items of each of some samples, int64 ``[n]``."""
         offsets = self.items[module].offsets
         return np.asarray(offsets[samples + 1] - offsets[samples])
 
     def path(self, module: str, item: int) -> Path:
-        """File of one item."""
+        """Return the file of one item."""
         return self.media_folder / self.items[module].paths[item]
 
     def text(self, samples: np.ndarray, rows: Mapping[str, np.ndarray] | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids, int32 ``[T]``, and whether each is to be predicted, bool ``[T]``, of some samples end to end.
+        """Return token ids, int32 ``[T]``, and whether each is to be predicted, bool ``[T]``, of samples end to end.
 
         Args:
             samples: sample numbers, int64.

@@ -1,98 +1,58 @@
-"""Media files to the raw rows that an encoder reads.
+"""Turn media files into the raw rows that an encoder reads, and images into the target rows of generators.
 
-A processor tells from a file's header alone how many rows it gives (``measure``), so that a step plan can be made
-before anything is decoded; ``load`` then gives exactly these rows.
+A processor counts a file's rows from its header alone (``measure``), so that a step can be planned before anything is
+decoded; ``load`` then returns exactly that many rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from math import ceil, gcd, sqrt
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from PIL import Image
+from typing_extensions import override
 
-from hetero_strategy.data.media_file import length_of, reading, waveform_of
-from hetero_strategy.data.picture import UPRIGHT, narrow_range, on_white, open_picture, orientation, stored_as
+from hetero_strategy.data.media_file import (
+    UPRIGHT,
+    length_of,
+    narrow_range,
+    on_white,
+    open_picture,
+    orientation,
+    reading,
+    stored_as,
+    waveform_of,
+)
 from hetero_strategy.errors import ConfigError, DataError, is_whole, require
-from hetero_strategy.model.inputs import EncoderInputs, Packing
+from hetero_strategy.model.inputs import EncoderInputs, Packing, normalised
+from hetero_strategy.model.kind import Media, Sizes, TargetProcessor
 
-Sizes = tuple[int, ...]
 FILTERS = {int(one): one.name for one in Image.Resampling}
-"""Number of a filter, as Hugging Face's files say it -> Pillow's name."""
-
-
-class Media(Protocol):
-    """How one kind of media file is measured and read."""
-
-    @property
-    def field(self) -> str:
-        """Manifest field that names the files; ``<field>`` stands for an item in the text."""
-
-    @property
-    def feature(self) -> int:
-        """Width of a raw row."""
-
-    @property
-    def size_names(self) -> tuple[str, ...]:
-        """Names of the numbers in the sizes that ``measure`` gives."""
-
-    def measure(self, path: str | Path) -> tuple[Sizes, int]:
-        """Sizes, whose product is the raw rows, and rows at the edge, from the file's header. Raises DataError."""
-
-    def check(self, path: str | Path) -> str | None:
-        """Decode the whole file and throw the result away; return a warning about it, if any. Raises DataError."""
-
-    def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
-        """Rows ``[R, feature]``, float32 or the media's own ``dtype``.
-
-        Raises:
-            DataError: also where the file no longer has the given ``sizes``.
-        """
-
-    def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
-        """Rows inside the module, int64 ``[n]``, of items with these sizes, int64 ``[n, k]``."""
-
-    def settings(self) -> dict[str, Any]:
-        """Settings, ready for JSON; they are part of the index's key."""
-
-
-class Processor(Media, Protocol):
-    """Makes the inputs of an encoder."""
-
-    def collate(self, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
-        """Put items end to end; no items give ``[0, feature]``."""
-
-
-@runtime_checkable
-class TargetProcessor(Media, Protocol):
-    """Makes the targets of a generator. ``measure`` gives the condition rows as an item's rows."""
-
-    def target_elements(self, sizes: np.ndarray) -> np.ndarray:
-        """Numbers that the loss counts, int64 ``[n]``, of items with these sizes, int64 ``[n, k]``."""
+"""Number of a filter in Hugging Face's files -> Pillow's name."""
 
 
 def of_items(media: Mapping[str, Media], rows: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, str]]:
-    """Module -> rows of its items in a sample, and the option that makes them fewer; empty: none does.
+    """Return module -> rows of its items in a sample, and the option that reduces them ("" if there is none).
 
     Args:
-        media: by module.
+        media: module -> its processor.
         rows: field -> rows of each item.
     """
-    found = {}
+    rows_of_module = {}
     for module, one in media.items():
         scaled = hasattr(one, "max_patches") and not isinstance(one, TargetProcessor)
-        found[module] = sum(rows.get(one.field, ())), f"processors.{module}.max_patches" if scaled else ""
-    return found
+        rows_of_module[module] = sum(rows.get(one.field, ())), f"processors.{module}.max_patches" if scaled else ""
+    return rows_of_module
 
 
 def too_long(tokens: int, items: Mapping[str, tuple[int, str]], max_tokens: int) -> str:
-    """What to say of a sample of so many tokens, of which ``items`` are those of :func:`of_items`."""
+    """Describe the fault of a sample that is too long; ``items`` are the result of :func:`of_items`."""
     parts = [f"{rows} are rows of '{module}'" for module, (rows, _) in items.items() if rows]
     fixes = ["shorten it", *(f"lower {option}" for rows, option in items.values() if rows and option)]
     of_which = f"of which {' and '.join(parts)}, " if parts else ""
@@ -100,15 +60,15 @@ def too_long(tokens: int, items: Mapping[str, tuple[int, str]], max_tokens: int)
 
 
 def zero_rows(media: Media, count: int = 0) -> np.ndarray:
-    """Zeros, ``[count, feature]``, in the dtype in which the media gives rows."""
+    """Return zeros, ``[count, feature]``, in the dtype of the media's rows."""
     return np.zeros((count, media.feature), getattr(media, "dtype", np.float32))
 
 
 class _FromFields:
-    """What all processors here do with their fields and rows."""
+    """A base of the processors here: settings from fields, and rows end to end."""
 
     def settings(self) -> dict[str, Any]:
-        """All fields."""
+        """Return the class's name and all fields."""
         return {"kind": type(self).__name__, **asdict(cast(Any, self))}
 
     def collate(self: Media, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
@@ -127,13 +87,13 @@ def _check_whole(processor: object, *names: str) -> None:
 
 @dataclass(frozen=True)
 class ImageProcessor(_FromFields):
-    """Images as rows of patches, in their own resolution and aspect.
+    """A processor of images into rows of patches, in their own resolution and aspect.
 
-    Height and width are rounded to multiples of ``patch_size * merge`` pixels; an image of more than ``max_patches``
-    patches is scaled down, none is scaled up. Patches are in row-major (grid_h, grid_w) order with features in
-    (patch_h, patch_w, channel) order, as transformers' ``Siglip2ImageProcessor`` makes them. They travel as pixels, a
-    byte each, and become numbers where the encoder runs. Transparent pixels are composited on white, as transformers'
-    ``convert_to_rgb`` does. The first frame of an animated image, or its first page, stands for all.
+    Height and width are rounded to multiples of ``patch_size * merge`` pixels; an image with more than ``max_patches``
+    patches is scaled down; no image is scaled up. Patches are in row-major (grid_h, grid_w) order with features in
+    (patch_h, patch_w, channel) order, as in transformers' ``Siglip2ImageProcessor``. They travel as pixels, a byte
+    each, and become floats on the encoder's rank. Transparent pixels are composited on white, as transformers'
+    ``convert_to_rgb`` does. Only the first frame or page of an image is used.
 
     Args:
         patch_size: pixels on a side of a patch.
@@ -142,8 +102,7 @@ class ImageProcessor(_FromFields):
         max_patches: most patches of one image.
         mean, std: mean and deviation of pixel values after scaling to 0..1; one number, or one per channel.
         field: manifest field that names the images.
-        resample: Pillow's filter that resizes, by its number: 0 nearest, 1 lanczos, 2 bilinear, 3 bicubic, 4 box, 5
-            hamming.
+        resample: number of Pillow's filter for resizing: 0 nearest, 1 lanczos, 2 bilinear, 3 bicubic, 4 box, 5 hamming.
     """
 
     patch_size: int = 16
@@ -188,12 +147,12 @@ class ImageProcessor(_FromFields):
 
     @property
     def dtype(self) -> type[np.generic]:
-        """Of raw rows."""
+        """Return the dtype of raw rows."""
         return np.uint8
 
     @property
     def statistics(self) -> torch.Tensor:
-        """What :func:`~hetero_strategy.model.inputs.normalised` takes."""
+        """Return mean and deviation as :func:`~hetero_strategy.model.inputs.normalised` takes them."""
         both = np.broadcast_arrays(np.zeros(self.channels), self.mean, self.std)[1:]
         return torch.from_numpy(np.stack(both).astype(np.float32))
 
@@ -207,16 +166,16 @@ class ImageProcessor(_FromFields):
         return grid, grid[0] * grid[1] // self.merge**2
 
     def check(self, path: str | Path) -> str | None:
-        """Verify checksums, then decode all pixels; report a 16-bit image of a narrow range, such as 12-bit values."""
+        """Verify checksums, then decode all pixels; warn of a 16-bit image of a narrow range, such as 12-bit values."""
         with reading(path, "image", Image.open) as image:
-            reading(path, "image", lambda _: image.verify())  # checksums; load() forgives a PNG without its end
+            reading(path, "image", lambda _: image.verify())  # checksums; load() accepts a PNG without its end
         with reading(path, "image", Image.open) as image:
             stored = stored_as(image)
             reading(path, "image", lambda _: image.load())
             return narrow_range(image) if image.mode.startswith("I") or ";16" in stored else None
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
-        """Patches of the resized image, uint8."""
+        """Return patches of the resized image, uint8."""
         with open_picture(path) as image:
             grid = self._grid(image)
             _same(path, self.size_names, grid, sizes)
@@ -226,12 +185,12 @@ class ImageProcessor(_FromFields):
         return np.ascontiguousarray(patches.reshape(h * w, self.feature))
 
     def collate(self, values: Sequence[np.ndarray], sizes: np.ndarray, rows: np.ndarray) -> EncoderInputs:
-        """Put images end to end, with what normalises their pixels."""
+        """Put images end to end, with the statistics that normalise their pixels."""
         joined = super().collate(values, sizes, rows)
         return replace(joined, statistics=self.statistics) if joined.values.dtype == torch.uint8 else joined
 
     def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
-        """A row per patch."""
+        """Return one row per patch."""
         return sizes.reshape(-1, 2).prod(axis=1)
 
     def _grid(self, image: Image.Image) -> tuple[int, int]:
@@ -247,14 +206,14 @@ class ImageProcessor(_FromFields):
         return h * self.merge, w * self.merge
 
     def _pixels(self, image: Image.Image, grid: tuple[int, int]) -> np.ndarray:
-        """Pixels of the image resized to its grid, uint8 ``[height, width, channels]``."""
+        """Return pixels of the image resized to its grid, uint8 ``[height, width, channels]``."""
         opened, stored = image.size, stored_as(image)
         image.load()
-        if image.format == "TIFF" and image.size != opened:  # Pillow turns it, and may have garbled it
+        if image.format == "TIFF" and image.size != opened:  # Pillow rotates it, and may have garbled it
             raise ValueError(f"{image.size} pixels, of which its header says {opened}; save it upright")
         if (turned := orientation(image)) in UPRIGHT:
             image = image.transpose(UPRIGHT[turned])
-        if image.mode.startswith("I"):  # 16 bit, or 12 in a TIFF: convert() would clip instead of scaling
+        if image.mode.startswith("I"):  # 16 bits, or 12 in a TIFF: convert() would clip instead of scaling
             tags = getattr(image, "tag_v2", {258: (16,), 262: 1})  # bits, and 0 where 0 is white
             values = np.asarray(image).astype(np.int64)
             grey = (values >> tags[258][0] - 8).clip(0, 255).astype(np.uint8)
@@ -267,9 +226,64 @@ class ImageProcessor(_FromFields):
         return np.asarray(image).reshape(size[1], size[0], self.channels)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ImageTarget(ImageProcessor):
+    """A processor of images to draw, as rows of patches that :class:`ImageProcessor` cuts.
+
+    ``<draw>`` in an answer becomes ``rows`` placeholder tokens. The generator receives the language model's rows at
+    these tokens; the tokens themselves are not predicted. Every patch is a target row of its own: there is no
+    ``merge``.
+
+    Args:
+        rows: condition rows of each image.
+        patch_size, channels, max_patches, mean, std, field, resample: as in :class:`ImageProcessor`.
+    """
+
+    merge: int = field(default=1, init=False)
+    rows: int = 1
+    max_patches: int = 1024
+    field: str = "draw"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rows < 1:
+            raise ConfigError(f"ImageTarget: rows is {self.rows}; a drawing needs at least 1 row of the language model")
+
+    @override
+    def measure(self, path: str | Path) -> tuple[Sizes, int]:
+        """Return the grid of patches and the number of condition rows."""
+        return super().measure(path)[0], self.rows
+
+    @override
+    def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the number of condition rows plus a row per patch."""
+        return super().inner_rows(sizes) + self.rows
+
+    @property
+    @override
+    def dtype(self) -> type[np.generic]:
+        return np.float32
+
+    @override
+    def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
+        """Return patches of the resized image, normalised, float32."""
+        return normalised(torch.from_numpy(super().load(path, sizes)), self.statistics).numpy()
+
+    def target_elements(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the number of values of all patches."""
+        return super().inner_rows(sizes) * self.feature
+
+    def pixels(self, values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+        """Undo ``load``: rows, float32 ``[R, feature]``, become an image, uint8 ``[height, width, channels]``."""
+        (h, w), p = (int(size) for size in sizes), self.patch_size
+        patches = values.reshape(h, w, p, p, self.channels).transpose(0, 2, 1, 3, 4)
+        image = patches.reshape(h * p, w * p, self.channels) * np.asarray(self.std) + np.asarray(self.mean)
+        return np.rint(np.clip(image, 0.0, 1.0) * 255.0).astype(np.uint8)
+
+
 @dataclass(frozen=True)
 class AudioProcessor(_FromFields):
-    """Audio as rows of log-mel frames, which Whisper's feature extractor makes too, but padded to 30 s.
+    """A processor of audio into rows of log-mel frames, as in Whisper's feature extractor but not padded to 30 s.
 
     A clip of n samples (after resampling, channels averaged) gives ``n // hop_length`` frames, at least 1. The encoder
     halves the frames and the projector joins ``stack`` of them: ``ceil(ceil(frames / 2) / stack)`` output rows.
@@ -279,7 +293,7 @@ class AudioProcessor(_FromFields):
         n_mels: number of mel bands, which reach up to min(8000 Hz, sampling_rate / 2).
         hop_length, n_fft: distance of frames and length of their window, in samples.
         stack: encoder rows per output row.
-        max_seconds: longer clips are refused.
+        max_seconds: longest clip in seconds; longer clips raise an error.
         field: manifest field that names the clips.
     """
 
@@ -313,7 +327,7 @@ class AudioProcessor(_FromFields):
         waveform_of(path)
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
-        """Log-mel frames of the resampled clip."""
+        """Return log-mel frames of the resampled clip."""
         waveform, rate = waveform_of(path)
         frames = self._frames(path, len(waveform), rate)
         _same(path, self.size_names, (frames,), sizes)
@@ -325,7 +339,7 @@ class AudioProcessor(_FromFields):
         return log_mel(waveform, frames, self.sampling_rate, self.n_mels, self.hop_length, self.n_fft)
 
     def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
-        """Half the frames, rounded up."""
+        """Return half the frames, rounded up."""
         return (sizes.reshape(-1) + 1) // 2
 
     def _ratio(self, rate: int) -> tuple[int, int]:
@@ -350,7 +364,8 @@ class AudioProcessor(_FromFields):
 def log_mel(
     waveform: np.ndarray, frames: int, sampling_rate: int, n_mels: int, hop_length: int, n_fft: int
 ) -> np.ndarray:
-    """Log-mel spectrogram with Whisper's scaling (Radford et al. 2022, section 2.2), float32 ``[frames, n_mels]``.
+    """Return the log-mel spectrogram with Whisper's scaling (Radford et al. 2022, section 2.2), float32 ``[frames,
+    n_mels]``.
 
     Frames are centred, with reflected edges and a Hann window; values are clamped to 8 below the clip's maximum, then
     (x + 4) / 4. Clips too short for one reflected frame are padded with silence.

@@ -1,18 +1,18 @@
-"""Conversations to token ids and loss masks.
+"""Turn conversations into token ids and loss masks.
 
-Without a chat template the form is the same for every model::
+Without a chat template every model has the same form::
 
     <bos>{human}\\n{gpt}<eos>\\n{human}\\n{gpt}<eos>
 
-A ``system`` turn is written like a human one. Every turn but the last is followed by a newline, a ``gpt`` turn first
-by ``<eos>``. The loss is on the text of ``gpt`` turns and their ``<eos>``, nothing else. Each piece of text between
+A ``system`` turn is written like a human one. Every turn but the last is followed by a newline, a ``gpt`` turn first by
+``<eos>``. The loss is on the text of ``gpt`` turns and their ``<eos>``, and on nothing else. Each piece of text between
 special tokens is tokenised on its own, so the mask is exact for any tokenizer. Text that merely looks like a special
-token is tokenised as text, but for tokens that begin and end reasoning, such as ``<think>``, which are part of what a
-model says.
+token is tokenised as text. Tokens that begin and end reasoning, such as ``<think>``, are the exception: they are part
+of an answer.
 
 With a chat template (:mod:`hetero_strategy.data.chat_template`) all text between two items is tokenised as a whole, and
-the loss is on tokens with any character of an answer or its end. Only where a turn's text looks like a special token it
-is done in pieces, as above.
+the loss is on tokens with any character of an answer or its end. A conversation whose text looks like a special token
+is tokenised in pieces, as above.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ USUAL = {
     "bos": ("<bos>", "<s>", "<|begin_of_text|>"),
     "eos": ("<eos>", "</s>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>"),
 }
-"""Names tried for a special token, in this order, where no file beside the tokenizer says which it is."""
+"""Names tried for a special token, in this order, when no file next to the tokenizer names it."""
 
 ELSEWHERE = ("bos_token", "eos_token", "pad_token")
-"""Names of tokens that are looked for where they are chosen, or never, as nothing is padded."""
+"""Settings that may name a token outside the vocabulary: bos and eos are looked up elsewhere, pad is unused."""
 
 
 THINKING = re.compile("think|thought|reason(ing)?[^a-z]", re.IGNORECASE)
@@ -46,7 +46,7 @@ THINKING = re.compile("think|thought|reason(ing)?[^a-z]", re.IGNORECASE)
 
 
 class Encoded(NamedTuple):
-    """One tokenised sample of T tokens."""
+    """A tokenised sample of T tokens."""
 
     ids: np.ndarray
     """Token ids, int32 ``[T]``; every item is expanded to as many placeholder ids as it has rows."""
@@ -55,24 +55,25 @@ class Encoded(NamedTuple):
     starts: dict[str, np.ndarray]
     """Media field -> position of each item's first row, int64 ``[items]``."""
     unlearnt: int = 0
-    """Answers that are not learnt, as the chat template takes text out of them."""
+    """Number of answers without a loss, because the chat template removes text from them."""
 
 
 class ChatTokenizer:
     """A Hugging Face ``tokenizer.json``, with the form above or a chat template.
 
     Args:
-        path: the ``tokenizer.json``, or the folder it lies in.
-        bos: token at the start of every sample; None for tokenizers that have none. With ``auto`` it is what
-            ``tokenizer_config.json`` or ``special_tokens_map.json`` beside it say, or one of :data:`USUAL`, or none.
-        eos: token that ends every answer, found in the same way with ``auto``.
+        path: the ``tokenizer.json``, or its folder.
+        bos: token at the start of every sample; None for tokenizers that have none. ``auto`` reads it from
+            ``tokenizer_config.json`` or ``special_tokens_map.json`` in the same folder, else takes one of
+            :data:`USUAL`, else none.
+        eos: token that ends every answer; ``auto`` looks it up like bos.
         placeholders: media field -> token that fills the rows of an item; default ``<field>``, such as ``<image>``.
-        chat_template: ``auto`` writes conversations with the chat template beside the tokenizer, a path with that Jinja
-            file, None in the form above. A template writes bos itself, and what ends an answer is its token.
+        chat_template: ``auto`` writes conversations with the chat template next to the tokenizer, a path with that
+            Jinja file, None in the form above. A template writes bos and the token that ends an answer itself.
 
     Raises:
-        ConfigError: a file is missing or unreadable, or a special token is not in the vocabulary; with a chat template
-            also where a file beside the tokenizer adds a token that it lacks.
+        ConfigError: a file is missing or unreadable, or a special token is not in the vocabulary; or, with a chat
+            template, a file next to the tokenizer adds a token that the tokenizer lacks.
     """
 
     def __init__(
@@ -95,9 +96,9 @@ class ChatTokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"tokenizer: {self.path} cannot be read: {error}") from None
         self.tokenizer.encode_special_tokens = True
-        self.tokenizer.no_truncation()  # whoever saved the file may have left them on
+        self.tokenizer.no_truncation()  # the saved file may have truncation and padding on
         self.tokenizer.no_padding()
-        self.tokenizer.post_processor = None  # it adds special tokens, and may take blanks out of what a token spans
+        self.tokenizer.post_processor = None  # it adds special tokens, and may take blanks out of a token's span
         self.bos = self._stock_token("bos") if bos == "auto" else bos
         self.eos = eos if eos not in (None, "auto") else self._stock_token("eos") or USUAL["eos"][0]
         self._placeholders = dict(placeholders or {})
@@ -123,25 +124,22 @@ class ChatTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, special tokens included, that the language model's embedding must hold."""
+        """Return the number of ids, special tokens included, that the language model's embedding must hold."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     def settings(self) -> dict[str, object]:
-        """Settings that decide the ids besides the file's bytes; they are part of the index's key."""
+        """Return the settings that decide the ids besides the file's bytes; they are part of the index's key."""
         settings: dict[str, object] = {"bos": self.bos, "eos": self.eos, "placeholders": self._placeholders}
         if self._template is not None:
             settings |= {"chat_template": self._template.source, "variables": self._variables}
         return settings
 
     def placeholder_id(self, media_field: str, *, seen: bool = False) -> int:
-        """Token id that fills the rows of the field's items.
+        """Return the token id that fills the rows of the field's items.
 
         Args:
-            seen: whether the language model sees the token itself, as it does where something is to be drawn. Otherwise
-                an encoder's rows replace it and any id will do: that of eos where the vocabulary has no ``<field>``.
-
-        Raises:
-            ConfigError: the token is not in the vocabulary.
+            seen: whether the language model sees the token itself, as it does for an image to draw. Otherwise an
+                encoder's rows replace the token and any id will do: eos if the vocabulary has no ``<field>``.
         """
         token = self._placeholders.get(media_field, placeholder(media_field))
         if not seen and media_field not in self._placeholders and self.tokenizer.token_to_id(token) is None:
@@ -163,14 +161,10 @@ class ChatTokenizer:
 
         Args:
             conversations: turns of each sample, with as many items of a field as ``rows`` has counts.
-            rows: for each sample, media field -> rows of each of its items, in the order in which they stand.
-            fault: is told the number of a conversation that cannot be written, which then has no tokens, and why. None:
-                the error is raised.
-            variables: for each sample, values beside its turns that the chat template reads, such as ``tools``.
-
-        Raises:
-            ConfigError: the tokenizer has no tokens for some text.
-            DataError: the chat template, or without one the form above, cannot write a conversation.
+            rows: for each sample, media field -> rows of each of its items, in their order.
+            fault: called with the number of a conversation that cannot be written, and the reason; the conversation
+                then has no tokens. None: raise the error.
+            variables: for each sample, values besides its turns that the chat template reads, such as ``tools``.
         """
         parts, unlearnt = [], []
         for number, turns in enumerate(conversations):
@@ -237,8 +231,10 @@ class ChatTokenizer:
         return Conversed(self._plain(turns), 0)
 
     def _parts(self, pieces: Sequence[Written]) -> list[tuple[str, str, Any]]:
-        """Pieces as (``text``, ``token`` or ``item``; the text, token or field; whether it is learnt), or, in place of
-        the first two, (``whole``; the text, tokens in it; first and last character of what is learnt of it).
+        """Return pieces as triples (``text``, ``token`` or ``item``; the text, token or field; whether it is learnt).
+
+        If text is tokenised as a whole, (``whole``; the text with its tokens; spans of learnt characters) replaces
+        texts and tokens.
         """
         parts: list[tuple[str, str, Any]] = []
         for text, token, learn in pieces:
@@ -252,7 +248,7 @@ class ChatTokenizer:
         return _as_wholes(parts, self._before)
 
     def _learnt(self, encoding: Encoding, text: str, spans: Sequence[tuple[int, int]]) -> list[bool]:
-        """Whether each token has any character of the spans; blanks that an added token takes in do not count."""
+        """Return whether each token has any character of the spans; an added token's blanks do not count."""
         counted = np.zeros((2, len(text) + 1), np.int64)
         for first, last in spans:
             counted[:, first + 1 : last + 1] = 1
@@ -263,25 +259,27 @@ class ChatTokenizer:
         return (before[added, ends[:, 1]] > before[added, ends[:, 0]]).tolist()
 
     def _named(self, bos: str | None, eos: str) -> dict[str, str]:
-        """What a chat template calls ``bos_token`` and the like: as the tokenizer's files or a person have it."""
+        """Return the values of ``bos_token`` and the like for a chat template; arguments override the tokenizer's
+        files.
+        """
         named: dict[str, str] = {"bos_token": self.bos or "", "eos_token": self.eos}
         for file in ("special_tokens_map.json", "tokenizer_config.json"):
             for name, token in read_json(self.path.with_name(file)).items():
-                said = token.get("content") if isinstance(token, dict) else token
-                if name.endswith("_token") and isinstance(said, str):
-                    named[name] = said
-        given = {"bos_token": bos or "", "eos_token": eos}
-        return named | {name: token for name, token in given.items() if token != "auto"}
+                text = token.get("content") if isinstance(token, dict) else token
+                if name.endswith("_token") and isinstance(text, str):
+                    named[name] = text
+        options = {"bos_token": bos or "", "eos_token": eos}
+        return named | {name: token for name, token in options.items() if token != "auto"}
 
     def _check_added(self) -> None:
-        """Refuse files beside the tokenizer that add tokens to it, as transformers does: here these would be text."""
+        """Refuse tokens that files next to the tokenizer add, as transformers does: here they would be text."""
         more: list[Any] = []
         for file in ("tokenizer_config.json", "special_tokens_map.json"):
-            said = read_json(self.path.with_name(file))
+            content = read_json(self.path.with_name(file))
             for field in ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"):
-                found = said.get(field) or []
-                more += found.values() if isinstance(found, dict) else found
-            named = (token for name, token in said.items() if name.endswith("_token") and name not in ELSEWHERE)
+                tokens = content.get(field) or []
+                more += tokens.values() if isinstance(tokens, dict) else tokens
+            named = (token for name, token in content.items() if name.endswith("_token") and name not in ELSEWHERE)
             more += [token for token in named if token and isinstance(token, str | dict)]
         names = [token["content"] if isinstance(token, dict) else token for token in more]
         names += read_json(self.path.with_name("added_tokens.json"))
@@ -293,7 +291,7 @@ class ChatTokenizer:
             )
 
     def _plain(self, turns: Sequence[Turn]) -> list[Written]:
-        """The conversation in the form that is the same for every model."""
+        """Write the conversation in the form that is the same for every model."""
         pieces = [] if self.bos is None else [Written(self.bos, True, False)]
         for number, turn in enumerate(turns):
             answer = turn.role == "gpt"
@@ -304,13 +302,13 @@ class ChatTokenizer:
         return pieces
 
     def _stock_token(self, name: str) -> str | None:
-        """The token that the tokenizer's files or its vocabulary name for ``bos`` or ``eos``; None: there is none."""
+        """Return the ``bos`` or ``eos`` token that the tokenizer's files or its vocabulary name, or None."""
         for file in ("tokenizer_config.json", "special_tokens_map.json"):
             content = read_json(self.path.with_name(file))
             if name == "bos" and content.get("add_bos_token") is False:
                 return None
             token = content.get(f"{name}_token")
-            if token or (name == "bos" and "bos_token" in content):  # null: there need be no bos, but an eos
+            if token or (name == "bos" and "bos_token" in content):  # null: no bos is fine, but eos is needed
                 return token["content"] if isinstance(token, dict) else token
         return next((token for token in USUAL[name] if self.tokenizer.token_to_id(token) is not None), None)
 
@@ -326,7 +324,7 @@ class ChatTokenizer:
 
 
 def _read(path: Path) -> Tokenizer:
-    """Read a tokenizer, in which special tokens of reasoning are ordinary ones, so that they are found in texts."""
+    """Read a tokenizer and make special tokens of reasoning ordinary ones, so that they are found in texts."""
     tokenizer = Tokenizer.from_file(str(path))
     if any(token.special and THINKING.search(token.content) for token in tokenizer.get_added_tokens_decoder().values()):
         content = json.loads(tokenizer.to_str())
@@ -337,14 +335,14 @@ def _read(path: Path) -> Tokenizer:
 
 
 def _as_wholes(parts: Sequence[tuple[str, str, Any]], before: str) -> list[tuple[str, str, Any]]:
-    """What stands between two items in one, each behind the token ``before`` where an item stands before it."""
-    found: list[tuple[str, str, Any]] = []
+    """Join the pieces between two items into one; the token ``before`` precedes it if it follows an item."""
+    wholes: list[tuple[str, str, Any]] = []
     for kind, value, learn in parts:
         if kind == "item":
-            found.append((kind, value, learn))
+            wholes.append((kind, value, learn))
             continue
-        if not found or found[-1][0] == "item":
-            found.append(("whole", before if found else "", []))
-        _, text, spans = found[-1]
-        found[-1] = ("whole", text + value, [*spans, (len(text), len(text) + len(value))] if learn else spans)
-    return found
+        if not wholes or wholes[-1][0] == "item":
+            wholes.append(("whole", before if wholes else "", []))
+        _, text, spans = wholes[-1]
+        wholes[-1] = ("whole", text + value, [*spans, (len(text), len(text) + len(value))] if learn else spans)
+    return wholes
