@@ -1,1 +1,1 @@
-"""Batches ahead of need: what a rank computes, made by workers, dispatched between ranks, copied to the device."""
+"""Batches ahead of need: made by workers, dispatched between ranks, copied to the device."""

@@ -1,4 +1,4 @@
-"""What a loader yields on one rank and what ``model(batch)`` takes."""
+"""The batch of one rank, which ``model(batch)`` takes."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ import torch
 
 from hetero_strategy import ragged
 from hetero_strategy.model.inputs import ModuleInputs, tensors_of
-from hetero_strategy.plan.ahead import computing
 from hetero_strategy.plan.step_plan import StepPlan, edge_blocks
 from hetero_strategy.schedule.compile import NO_INDEX, StepProgram
 
 
 @dataclass(frozen=True)
 class LoadTimes:
-    """Seconds that making a batch took where it was made, ahead of need or not."""
+    """The seconds that making a batch took where it was made, ahead of need or not."""
 
     plan: float
-    """Balancing, packing, ordering, composing: the step plan."""
+    """Seconds of balancing, packing, ordering and composing: the step plan."""
     payload: float
-    """Reading and decoding what this rank computes."""
+    """Seconds of reading and decoding the payload that this rank computes."""
 
 
 class Batch:
-    """One global batch as one rank sees it: the whole plan, and the payload of what this rank computes.
+    """A global batch as one rank sees it: the whole plan, and the payload that this rank computes.
 
-    Deliberately not a dataclass or a container: Lightning's precision plugins and device transfer would take those
+    It is not a dataclass or a container on purpose: Lightning's precision plugins and device transfer would take those
     apart field by field. It moves as a whole, by :meth:`to`.
     """
 
@@ -48,51 +47,51 @@ class Batch:
         self.plan = plan
         self.times = times
         self.inputs = inputs
-        """By module, then by its microbatch; None where the whole module is idle. Without modules this rank lacks."""
+        """Inputs by module, then by its microbatch; None if the whole module is idle. Modules that this rank lacks are
+        missing."""
         self.mine = dict(mine or {})
         """Module -> the instance whose inputs these are; a module with one instance need not be named."""
         self.failed = dict(failed or {})
-        """Data set index of each sample, of this step or what is read ahead for the next one, with an item that this
-        rank could not read -> why not, with the file's name.
-        """
+        """Data set index of each sample with an item that this rank could not read -> reason, with the file's name."""
         self.skipped = skipped
         """Samples of the global batch that count for nothing, on whatever rank they failed."""
         self.program = program
-        """What this rank runs, where a strategy runs steps."""
+        """Program of this rank, if a strategy runs steps."""
         self.index = index
-        """int64: the row numbers that the program points to; they travel with the inputs."""
+        """Row numbers, int64, to which the program points; they travel with the inputs."""
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
-        """This batch with its tensors on ``device``."""
+        """Return this batch with its tensors on ``device``."""
         return self._each(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """This batch in page-locked memory."""
+        """Return this batch in page-locked memory."""
         return self._each(lambda x: x.pin_memory())
 
     def with_program(self, program: StepProgram) -> Batch:
-        """This batch with what its rank runs."""
+        """Return this batch with the program of its rank."""
         bare = replace(program, index=NO_INDEX)
         return self._with(program=bare, index=torch.from_numpy(program.index))
 
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors that move with the batch."""
+        """Return all tensors that move with the batch."""
         inputs = [x for made in self.inputs.values() for x in made if x is not None]
         return [*(tensor for x in inputs for tensor in tensors_of(x)), *([] if self.index is None else [self.index])]
 
     def _each(self, change: Callable[[Any], Any]) -> Batch:
-        made = {n: tuple(None if x is None else change(x) for x in inputs) for n, inputs in self.inputs.items()}
-        return self._with(inputs=made, index=None if self.index is None else change(self.index))
+        changed = {n: tuple(None if x is None else change(x) for x in inputs) for n, inputs in self.inputs.items()}
+        return self._with(inputs=changed, index=None if self.index is None else change(self.index))
 
     def _with(self, **changes: Any) -> Batch:
         names = ("plan", "inputs", "times", "mine", "failed", "skipped", "program", "index")
         return Batch(**{name: getattr(self, name) for name in names} | changes)
 
     def without(self, bad: np.ndarray) -> Batch:
-        """This batch with ``bad`` samples, bool ``[S]``, counting for nothing: no label, no target, not part of N.
+        """Return this batch with ``bad`` samples, bool ``[S]``, counting for nothing: no label, no target, not part of
+        N.
 
-        They are still computed, so that every shape and every route stays as planned. All ranks have to name the same
-        samples: `hetero_strategy.loading.agree.Agree` sees to that.
+        They are still computed, so that every shape and every route stays as planned. All ranks must name the same
+        samples, see `hetero_strategy.loading.loader.agreed`.
         """
         known = self.plan.metadata
         items = {
@@ -103,41 +102,43 @@ class Batch:
         }
         plan = replace(self.plan, metadata=replace(known, labels=np.where(bad, 0, known.labels), items=items))
         inputs = {
-            module: tuple(None if x is None else x.silenced(self._of_units(module, n, bad)) for n, x in enumerate(made))
-            for module, made in self.inputs.items()
-            if computing(module) == module  # else they are of the next step
+            module: tuple(
+                None if x is None else x.silenced(self._of_units(module, n, bad)) for n, x in enumerate(module_inputs)
+            )
+            for module, module_inputs in self.inputs.items()
         }
-        return self._with(plan=plan, inputs={**self.inputs, **inputs}, skipped=int(bad.sum()))
+        return self._with(plan=plan, inputs=inputs, skipped=int(bad.sum()))
 
     def _of_units(self, module: str, number: int, bad: np.ndarray) -> np.ndarray:
-        """The same of the units that this rank computes in a microbatch, bool ``[n]``."""
+        """Return the bad ones of the units that this rank computes in a microbatch, bool ``[n]``."""
         assignment = self.plan.assignments[module][number]
         instance = self.mine.get(module)
         if instance is None:
             if len(assignment.offsets) > 2:
                 raise ValueError(
-                    f"the batch says not which of {len(assignment.offsets) - 1} instances of {module} it is"
+                    f"the batch does not say which of {len(assignment.offsets) - 1} instances of {module} it is for"
                 )
             instance = 0
         return bad[self.plan.metadata.sample_of(module)[assignment.of(instance)]]
 
     def __len__(self) -> int:
-        """Samples of the global batch."""
+        """Return the number of samples of the global batch."""
         return len(self.plan.samples)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Data set indices of the samples, int64 ``[S]``: lets Lightning infer the batch size for epoch means.
+        """Yield the data set indices of the samples, int64 ``[S]``, so that Lightning infers the batch size for epoch
+        means.
 
-        A copy: the plan's may be part of the epoch's order, which nobody may write to.
+        They are a copy: the plan's array may be part of the epoch's order, which is read-only.
         """
         yield torch.tensor(self.plan.samples)
 
     def local_rows(
         self, source: str, source_microbatch: int, target: str, target_microbatch: int
     ) -> torch.Tensor | None:
-        """Where every module has one instance: the source row of each slot that this pair fills, int64.
+        """Return the source row of each slot that this pair fills, int64, if every module has one instance.
 
-        None where that is all of the source's rows in their order.
+        None if the rows are all of the source's in their order.
         """
         blocks = edge_blocks(self.plan, source, source_microbatch, target, target_microbatch)
         rows = ragged.expand(blocks.source_start, blocks.rows)

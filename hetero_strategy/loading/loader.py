@@ -1,85 +1,82 @@
-"""Batches of one epoch after another, ahead of need and resumable.
+"""Load batches of one epoch after another, ahead of need and resumable.
 
 DistTrain's asynchronous loader (sections 5 and 7.3.2) decodes on CPU nodes while GPUs train. Here:
 
-    workers (processes, or Ray actors)  ->  finish, in one background thread  ->  training
-    up to prefetch_factor steps each        up to prefetch_factor batches
+    workers (of torch's DataLoader, or Ray actors)  ->  a background thread, with collectives  ->  training
+    up to workers.prefetch steps each                   up to workers.prefetch batches
 
+Without workers and collectives there is no thread: a step is made when it is asked for.
 Batches stay on the host; training brings what a microbatch needs to the device just before it.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from functools import partial
-from threading import Event
+from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler, SequentialSampler
 
-from hetero_strategy.data.faults import most_skipped
+from hetero_strategy.data.manifest import most_skipped
 from hetero_strategy.errors import CheckpointError, ConfigError, DataError
-from hetero_strategy.loading.agree import Agree
-from hetero_strategy.loading.ahead import GRACE, Ahead
 from hetero_strategy.loading.batch import Batch
-from hetero_strategy.loading.item_reader import OnError
-from hetero_strategy.loading.options import Engine
-from hetero_strategy.loading.process_pool import ProcessPool
+from hetero_strategy.loading.options import Workers
+from hetero_strategy.loading.process_pool import ProcessPool, WorkerDied
 from hetero_strategy.loading.ray_pool import RayPool
-from hetero_strategy.loading.steps import StepDataset
-from hetero_strategy.loading.worker_pool import Place, PooledSteps, WorkerDied, WorkerPool
+from hetero_strategy.loading.steps import OnError, Place, StepDataset
 
 log = logging.getLogger(__name__)
 
+GRACE = 10.0
+"""Seconds that closing waits for a thread that may hang in a collective whose peer is gone."""
+
 
 class StepLoader:
-    """Batches of one epoch after another, resumable in the middle of an epoch. A data module has checked its options.
+    """A loader of batches of one epoch after another, resumable in the middle of an epoch. A data module has checked
+    its options.
 
-    It is not a torch ``DataLoader``, so Lightning injects no distributed sampler and rebuilds nothing. Lightning calls
-    ``sampler.set_epoch`` at the start of every epoch and saves :meth:`state_dict` with the fit loop. Iteration is lazy:
-    the epoch and the place are read when the first batch is asked for, because Lightning calls ``iter`` before it sets
-    the epoch. The process's random state is not touched.
+    It has a torch ``DataLoader`` whose items are whole steps, but is none itself, so Lightning injects no distributed
+    sampler and rebuilds nothing. Lightning calls ``sampler.set_epoch`` at the start of every epoch and saves
+    :meth:`state_dict` with the fit loop. Iteration is lazy: the epoch and the position are read when the first batch is
+    asked for, because Lightning calls ``iter`` before it sets the epoch. The process's random state is not touched.
 
-    Never more than ``num_workers * prefetch_factor`` steps are made and ``prefetch_factor`` batches finished before
-    they are asked for. Without ``finish``, CUDA and Ray there is no thread and nothing to finish; without workers
-    besides, nothing is made ahead.
+    At most ``workers.count * workers.prefetch`` steps are made, and ``workers.prefetch`` batches finished, before they
+    are asked for. A worker that dies ends the run with a :class:`DataError` when its next step is asked for.
 
     Args:
-        steps: makes the batch of (epoch, step), or what ``finish`` makes a batch of. Its ``on_error`` is set.
-        num_workers: processes or actors that make steps; 0: this process.
-        prefetch_factor: see above.
-        pin_memory: batches in page-locked memory; only where there is CUDA.
-        engine: ``local`` for processes on this machine, ``ray`` for actors on any machine of a Ray cluster; see
-            :mod:`hetero_strategy.loading.ray_pool`.
-        on_error: ``stop``: a file that cannot be read, or a worker that dies, ends the run with a :class:`DataError`.
-            ``skip``: samples with such a file count for nothing, on every rank alike; a dead worker is replaced and
-            the run goes on at the very step, unless the same step has killed two.
-        finish: applied in order to what the workers made, in the background thread; the last one gives a
-            :class:`Batch`. May hold collectives.
-        background: the thread, shared by all loaders of a data module; default: one of the loader's own.
-        max_skipped: with ``skip``, more samples in one epoch end the run; default: 1% of the samples, at least 10.
-
-    Raises:
-        ConfigError: ``skip`` in several processes without :class:`Agree` in ``finish``.
+        steps: maker of the batch of (epoch, step), or of the object that ``finish`` turns into a batch. The loader sets
+            its ``on_error``.
+        workers: processes or actors that make steps. A thread takes steps from them, pins them and runs ``finish``;
+            it makes ``workers.prefetch`` batches ahead.
+        on_error: ``stop``: a file that cannot be read ends the run with a :class:`DataError`. ``skip``: samples with
+            such a file count for nothing, on every rank.
+        finish: function that makes a :class:`Batch` of what a worker has made, with collectives of ``group``; None:
+            workers make batches.
+        group: host group of all ranks, for the collectives of ``finish`` and of ``skip``, which run in the background;
+            None: this process is the only one.
+        background: thread for these collectives, shared by all loaders of a data module; loaders without collectives
+            have a thread each.
+        max_skipped: most samples skipped in one epoch; more end the run; default: 1% of the samples, at least 10.
     """
 
     def __init__(
         self,
         steps: StepDataset,
         *,
-        num_workers: int = 0,
-        prefetch_factor: int = 2,
-        pin_memory: bool = False,
-        engine: Engine = "local",
+        workers: Workers = Workers(),  # noqa: B008  # frozen
         on_error: OnError = "stop",
-        finish: Sequence[Callable[[Any], Any]] = (),
-        background: Ahead | None = None,
+        finish: Callable[[Any], Batch] | None = None,
+        group: dist.ProcessGroup | None = None,
+        background: Background | None = None,
         max_skipped: int | None = None,
     ) -> None:
         self.steps = steps
@@ -89,27 +86,30 @@ class StepLoader:
         """Steps of this epoch handed out, not counting those made ahead."""
         self.skipped = 0
         """Samples that counted for nothing, over all epochs."""
-        self.restarts = 0
-        """Workers replaced."""
         self.waited = 0.0
-        """Seconds that whoever iterates has waited for batches, over all epochs."""
-        self.num_workers, self.prefetch_factor, self.engine, self.on_error = (
-            num_workers, prefetch_factor, engine, on_error,
-        )  # fmt: skip
+        """Seconds that the consumer has waited for batches, over all epochs."""
+        self.workers, self.on_error = workers, on_error
         self.max_skipped = most_skipped(max_skipped, len(steps.index))
         self._skipped_in_epoch = 0
         self._resume_at = 0
         self._changed = ""
         self._warned: set[str] = set()
-        self._deadly: Place | None = None
-        self._left = Event()
-        self._pool: WorkerPool | None = None
-        self._line: PooledSteps | None = None
-        self._finish = _with_agreement(finish) if on_error == "skip" else tuple(finish)
-        self._pin = pin_memory and torch.cuda.is_available()
-        self._own_background = background is None
-        threaded = bool(self._finish) or self._pin or engine == "ray"
-        self._background = (background or Ahead()) if threaded else None
+        self._finish, self._group = finish, group
+        if on_error == "skip" and group is None and _several():
+            raise ConfigError(
+                f"on_error='skip' in {dist.get_world_size()} processes without a group: every rank has to know which"
+                " samples count for nothing"
+            )
+        pin = torch.cuda.is_initialized() if workers.pin_memory is None else workers.pin_memory
+        self._pin = pin and torch.cuda.is_available()
+        self._collective = group is not None and (finish is not None or on_error == "skip")
+        shared = background if self._collective else None
+        self._background = shared or (Background() if self._collective or workers.count else None)
+        self._waiting: deque[Future[Batch]] = deque()
+        """Batches that the thread makes or has made, in order."""
+        self._pool: ProcessPool | RayPool | None = None
+        self._pass = 0
+        """Number of the pass that may make batches."""
         self.batch_sampler = None  # Lightning reads it wherever it finds a sampler
         self.sampler: Sampler[int] = _ShuffledEpochs(self) if steps.shuffle else _OrderedEpochs(self)
 
@@ -117,56 +117,44 @@ class StepLoader:
         return len(self.steps)
 
     def after(self, before: StepLoader | None) -> StepLoader:
-        """Take the place of another one, which is closed, and go on counting where it was; return this one."""
+        """Replace another loader, which is closed, and continue its counts; return this one."""
         if before is not None:
             before.close()
-            self.skipped, self.restarts, self.waited = before.skipped, before.restarts, before.waited
+            self.skipped, self.waited = before.skipped, before.waited
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; the place restored by `load_state_dict` survives in its own epoch."""
+        """Set the epoch of the next iteration; the position restored by `load_state_dict` survives in its own epoch."""
         if epoch != self.epoch:
             self.epoch, self.consumed, self._resume_at = epoch, 0, 0
 
     def __iter__(self) -> Iterator[Batch]:
-        asked = time.perf_counter()
+        asked_at = time.perf_counter()
         first, self._resume_at = self._resume_at, 0
         if first and self._changed:
             raise CheckpointError(self._changed)
         self.consumed = first
         self._skipped_in_epoch = self._skipped_in_epoch if first else 0
-        places: list[Place] = [(self.epoch, step) for step in range(first, len(self))]
-        if self.steps.prefetch:
-            places[1:] = [(*place, True) for place in places[1:]]
-        line = self._workers()
-        made = (self.steps[place] for place in places) if line is None else line.run(places)
-        batches = made if self._background is None else self._handed(made, len(places), self._background)
-        for number, batch in enumerate(batches, first + 1):
+        for number, batch in enumerate(self._batches(first), first + 1):
             self.consumed = number
             self._count(batch)
-            self.waited += time.perf_counter() - asked
+            self.waited += time.perf_counter() - asked_at
             yield batch
-            asked = time.perf_counter()
+            asked_at = time.perf_counter()
 
     def close(self) -> None:
-        """Stop the workers; the next iteration starts new ones. Waits no longer than some seconds for a thread that
-        hangs in a collective whose peer is gone.
+        """Stop the workers; the next iteration starts new ones.
+
+        The wait for a thread that hangs in a collective whose peer is gone is limited to some seconds.
         """
-        background, stop = self._background, partial(self._stop, self._pool)
-        if background is None or not background.alive:
-            stop()
-            return
-        if wait([background.submit(stop, always=True)], GRACE).not_done:  # after an epoch that was left early
-            log.warning("the loading thread does not end: it waits for another rank; it is left behind")
-            self._left.set()  # should it ever go on, its pass is over, and no failure of other loaders
-            self._left = Event()
-            stop()
-            background.forgive()
-        if self._own_background:
-            background.close()
+        self._drop_waiting(GRACE)
+        self._pass += 1
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands, and what must not change for that to have a meaning."""
+        """Return the position in the epoch, and all options that must stay the same for it to be valid."""
         return {
             "epoch": self.epoch,
             "consumed": self.consumed,
@@ -176,10 +164,10 @@ class StepLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Continue where `state_dict` was taken.
 
-        Where the data set or the order is another one, iterating in the middle of that epoch raises a
-        :class:`CheckpointError`. Only then is it known that the epoch goes on: a limit may have ended it there.
+        If the data set or the order has changed, iterating in the middle of that epoch raises a
+        :class:`CheckpointError`. The error waits until then, because a limit may have ended the epoch there.
         """
         epoch, consumed = int(state["epoch"]), int(state["consumed"])
         was, now = {"window": 1, **state}, self._identity()  # older runs had no windows
@@ -194,68 +182,80 @@ class StepLoader:
         self.skipped = int(state.get("skipped", 0))
         self._skipped_in_epoch = int(state.get("skipped_in_epoch", 0))
 
-    def _workers(self) -> PooledSteps | None:
-        """Started by the caller's thread: a Ray ends with the thread that starts it."""
-        if self.num_workers and self._line is None:
-            make = ProcessPool if self.engine == "local" else RayPool
-            self._pool = pool = make(self.steps, self.num_workers)
-            self._line = PooledSteps(pool, self.prefetch_factor, partial(self._died, pool))
-        return self._line
-
-    def _handed(self, given: Iterator[Any], count: int, background: Ahead) -> Iterator[Batch]:
-        """Finished batches of what is given, made in the background; errors at the step they belong to."""
-        finish, pin, left = self._finish, self._pin, self._left  # tasks do not keep the loader alive
-        failed = dropped = False
-
-        def step() -> Batch | None:
-            """Make the next batch; none where the pass is over by a failure."""
-            nonlocal failed
-            if failed or left.is_set():
-                return None
-            try:
-                batch = next(given)
-                for function in finish:
-                    batch = function(batch)
-                return batch.pin_memory() if pin else batch
-            except BaseException:
-                failed = True
-                # Of several processes others wait for this one in a collective: nothing may follow as if all were well.
-                if left.is_set() or (dropped and not _several()):
-                    return None
-                raise
-
+    def _batches(self, first: int) -> Iterator[Batch]:
+        """Begin a pass at a step of the epoch, and yield its batches."""
+        self._drop_waiting()
+        self._pass += 1
+        places = [(self.epoch, step) for step in range(first, len(self))]
+        if self._pool is None:
+            make = ProcessPool if self.workers.engine == "local" else RayPool
+            self._pool = make(self.steps, self.workers.count, self.workers.prefetch)
         try:
-            for future in _submitted(background, step, count, self.prefetch_factor):
-                yield future.result()
-        except Exception:
-            background.forgive()
-            raise
-        finally:
-            dropped = True  # the epoch was left early, or it failed; what is submitted runs, as it does on other ranks
+            made = self._made(self._pool.run(places), places, self._pass)
+        except WorkerDied as death:
+            raise self._died(death, places[0]) from None
+        if self._background is None:
+            return map(self._finished, made)
+        return self._in_background(made, len(places), self._pass, self._background)
 
-    def _stop(self, pool: WorkerPool | None) -> None:
-        """End a pool, and leave one alone that was started since."""
-        if pool is self._pool:
-            self._pool = self._line = None
-        if pool is not None:
-            pool.close()
+    def _drop_waiting(self, seconds: float | None = None) -> None:
+        """Wait for batches of a pass that was left early, which other ranks make, too, and forget them.
 
-    def _died(self, pool: WorkerPool, place: Place, worker: int, how: str) -> None:
-        if pool is not self._pool:  # closed under a thread that was left behind
-            raise WorkerDied(how)
-        again = place == self._deadly
-        text = f"{pool.kind} {worker} of {self.num_workers} {how} while it made step {place[1]} of epoch {place[0]}"
-        if again or self.on_error == "stop":
-            fix = "look at this step's files" if again else "on_error='skip' to replace workers that die"
-            raise DataError(
-                f"{text}{', as did the one before it' if again else ''}; use fewer workers (num_workers="
-                f"{self.num_workers}) or a smaller prefetch_factor ({self.prefetch_factor}), or {fix}"
-            )
-        self._deadly, self.restarts = place, self.restarts + 1
-        log.warning("%s; a new one goes on at that step", text)
+        A thread that hangs or has failed is left behind. If a collective was to follow, other ranks wait in it, and the
+        failed thread stays, so that nothing follows as if all were well.
+        """
+        late = wait(self._waiting, seconds).not_done
+        if late:
+            log.warning("the loading thread does not end: it waits for a worker or another rank; it is left behind")
+        failed = any(batch.exception() for batch in self._waiting if batch.done())
+        if self._background and (late or not self._collective or (failed and not _several())):
+            self._background.close()
+        self._waiting.clear()
+
+    def _check(self, this: int) -> None:
+        if this != self._pass:
+            raise RuntimeError("an iterator of this loader is used after the loader was closed or a later one began")
+
+    def _made(self, results: Iterator[Any], places: Sequence[Place], this: int) -> Iterator[Any]:
+        for place in places:
+            self._check(this)  # a thread that was left behind goes on without harm
+            try:
+                result = next(results)
+            except WorkerDied as death:
+                raise self._died(death, place) from None
+            yield result
+            del result
+
+    def _died(self, death: WorkerDied, place: Place) -> DataError:
+        return DataError(
+            f"{death} before step {place[1]} of epoch {place[0]} was there; use fewer workers (workers.count="
+            f"{self.workers.count}) or a smaller workers.prefetch ({self.workers.prefetch}), and go on from the newest"
+            " checkpoint: trainer.fit(..., ckpt_path=<folder>) or python -m recipes.train resume=<folder>"
+        )
+
+    def _in_background(self, made: Iterator[Any], count: int, this: int, background: Background) -> Iterator[Batch]:
+        """Yield finished batches, of which the thread has made ``workers.prefetch`` more than were asked for."""
+        submitted = 0
+        for number in range(count):
+            self._check(this)
+            while submitted < min(count, number + 1 + self.workers.prefetch):
+                self._waiting.append(background.submit(lambda: self._finished(next(made))))
+                submitted += 1
+            batch = self._waiting.popleft()
+            if batch.exception():
+                self._waiting.clear()
+                background.close()  # its later tasks fail, too; the next pass has a new thread
+            yield batch.result()
+            del batch
+
+    def _finished(self, made: Any) -> Batch:
+        batch: Batch = made if self._finish is None else self._finish(made)
+        if self.on_error == "skip":
+            batch = agreed(batch, self._group)
+        return batch.pin_memory() if self._pin else batch
 
     def _count(self, batch: Batch) -> None:
-        """Skipped samples: never silent, never many."""
+        """Count skipped samples: never silent, never many."""
         for message in batch.failed.values():
             if message not in self._warned:
                 self._warned.add(message)
@@ -282,32 +282,81 @@ class StepLoader:
         }
 
 
+def agreed(batch: Batch, group: dist.ProcessGroup | None) -> Batch:
+    """Silence the samples that any rank of a host group could not read; None: this process is the only one.
+
+    Every rank sees only a part of the payload, but a sample without its image has to lose its labels wherever they are,
+    and its share of N (law 1) everywhere. The agreement is one all-reduce (max) of uint8 ``[S]``.
+    """
+    bad = torch.from_numpy(np.isin(batch.plan.samples, list(batch.failed)).astype(np.uint8))
+    if group is not None:
+        dist.all_reduce(bad, dist.ReduceOp.MAX, group=group)
+    return batch.without(bad.numpy().astype(bool)) if bad.any() else batch
+
+
+class Background:
+    """A thread beside training, for one loader or for the collectives of all loaders of a data module.
+
+    Tasks run in the order in which the main thread submits them. The main thread runs the same program on every rank,
+    so collectives inside tasks run in the same order on all ranks: train and val loaders may interleave freely. After a
+    failed task all later tasks fail, too, until it is closed: their collectives would meet other ones.
+
+    The thread starts with the first task. It is a daemon: neither an idle thread nor one that waits for a dead peer
+    keeps the interpreter alive.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[_Task | None] | None = None
+
+    def __reduce__(self) -> tuple[type[Background], tuple[()]]:
+        return Background, ()  # each spawned process that gets a data module has a thread of its own
+
+    def submit(self, work: Callable[[], Batch]) -> Future[Batch]:
+        """Run ``work()`` after all submitted tasks; asking for the result raises its exception."""
+        if self._tasks is None:
+            # The thread references its tasks only, so deleting the last reference to an instance ends it.
+            self._tasks = SimpleQueue()
+            # A new thread would use the first CUDA device, and take memory there.
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            threading.Thread(target=_run, args=(self._tasks, device), name="loading", daemon=True).start()
+            self._end = weakref.finalize(self, self._tasks.put, None)
+        future: Future[Batch] = Future()
+        self._tasks.put((future, work))
+        return future
+
+    def close(self) -> None:
+        """End the thread after the submitted tasks; the next task starts another thread."""
+        if self._tasks is not None:
+            self._end()
+            self._tasks = None
+
+
+_Task = tuple[Future[Batch], Callable[[], Batch]]
+
+
+def _run(tasks: SimpleQueue[_Task | None], device: int | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)
+    broken: BaseException | None = None
+    while (task := tasks.get()) is not None:
+        future, work = task
+        del task
+        try:
+            if broken is not None:
+                raise broken
+            future.set_result(work())
+        except BaseException as error:  # reaches the main thread, whatever it is
+            broken = error
+            future.set_exception(error)
+        del future, work  # or the last batch would live until the next task
+
+
 def _several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _submitted(background: Ahead, one: Callable[[], Batch | None], count: int, ahead: int) -> Iterator[Future[Any]]:
-    """``count`` tasks in order; ``ahead`` more are submitted than were asked for."""
-    waiting: deque[Future[Any]] = deque()
-    for number in range(count):
-        while len(waiting) <= min(ahead, count - number - 1):
-            waiting.append(background.submit(one))
-        yield waiting.popleft()
-
-
-def _with_agreement(finish: Sequence[Callable[[Any], Any]]) -> tuple[Callable[[Any], Any], ...]:
-    if any(isinstance(function, Agree) for function in finish):
-        return tuple(finish)
-    if _several():
-        raise ConfigError(
-            f"on_error='skip' in {dist.get_world_size()} processes without Agree(group) in finish: every rank has to"
-            " know which samples count for nothing"
-        )
-    return (*finish, Agree(None))
-
-
 class _ShuffledEpochs(Sampler[int]):
-    """What Lightning finds as the loader's sampler: passes the epoch on."""
+    """A sampler for Lightning to find in the loader: it passes the epoch on."""
 
     def __init__(self, loader: StepLoader) -> None:
         self._steps, self.set_epoch = range(len(loader)), loader.set_epoch
@@ -320,7 +369,7 @@ class _ShuffledEpochs(Sampler[int]):
 
 
 class _OrderedEpochs(SequentialSampler):
-    """The same for a fixed order: Lightning recognises unshuffled data by this base class."""
+    """A sampler for a fixed order: Lightning recognises unshuffled data by this base class."""
 
     def __init__(self, loader: StepLoader) -> None:
         super().__init__(range(len(loader)))

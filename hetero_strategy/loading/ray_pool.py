@@ -1,7 +1,7 @@
 """Steps made by Ray actors on CPU nodes: ``engine="ray"``.
 
 DistTrain's loader (section 5): producers on dedicated CPU nodes read and decode, the consumer in every training process
-receives what is ready. Same steps, same order and same policy on errors as with worker processes on this machine.
+receives what is ready. Steps, order and handling of errors are those of worker processes on this machine.
 
 On a cluster:
 
@@ -11,12 +11,12 @@ On a cluster:
 2. One Ray cluster: ``ray start --head --port=6379`` on a CPU node, ``ray start --address=<head>:6379`` on the others.
    Machines that train join it too but offer no processor, so that no actor lands there:
    ``ray start --address=<head>:6379 --num-cpus=0``.
-3. Training is started with ``RAY_ADDRESS=<head>:6379``, and with ``RAY_AUTH_MODE=token`` and the token where the
+3. Training is started with ``RAY_ADDRESS=<head>:6379``, and with ``RAY_AUTH_MODE=token`` and the token if the
    cluster asks for one. Without an address a process that trains alone starts a Ray of its own.
 
-How many: every rank has ``num_workers`` actors of one processor each for training data and as many for validation. A
-rank waits for nothing where ``num_workers >= seconds to make its part of a step / seconds of a step``. Up to
-``num_workers * prefetch_factor`` steps of a rank lie in Ray's object store, which is memory of the nodes.
+Number of actors: every rank has ``workers.count`` actors of one processor each for training data and as many for
+validation. A rank never waits if ``workers.count >= seconds to make its part of a step / seconds of a step``. Up to
+``workers.count * workers.prefetch`` steps of a rank lie in Ray's object store, which is memory of the nodes.
 """
 
 from __future__ import annotations
@@ -29,78 +29,74 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
+import torch
 
 from hetero_strategy.errors import ConfigError, require
-from hetero_strategy.loading.transport import padded, unpack
-from hetero_strategy.loading.worker_pool import Place, Steps, WorkerDied, attempt
+from hetero_strategy.loading.process_pool import WorkerDied, attempt, pack, unpack
+from hetero_strategy.loading.steps import Place, StepDataset
 
 PATIENCE = 120.0
 """Seconds that actors may take to start."""
 LOADERS = 4
-"""Sets of actors that a Ray of our own has room for: one per data split."""
+"""Sets of actors for which a local Ray has room: one per data split."""
 
 
 class RayPool:
-    """A :class:`hetero_strategy.loading.worker_pool.WorkerPool` of Ray actors.
+    """The Ray actors of one loader, which stay for all its passes; see
+    :class:`hetero_strategy.loading.process_pool.ProcessPool`.
 
     Raises:
         ConfigError: Ray is not installed, has no address, or not all actors find a processor.
     """
 
-    def __init__(self, steps: Steps, size: int) -> None:
-        self.size, self.kind = size, "Ray actor"
+    def __init__(self, steps: StepDataset, size: int, prefetch_factor: int) -> None:
+        self._ahead = size * prefetch_factor
         self._ray = _ray()
         _connect(self._ray, size)
-        # Each on the node with most room: one busy node would hold up all of them.
-        self._remote = self._ray.remote(num_cpus=1, max_restarts=0, scheduling_strategy="SPREAD")(_Actor)
-        self._steps = self._ray.put(steps)
-        self._actors: list[Any] = [None] * size
-        self._asked: list[deque[Any]] = [deque() for _ in range(size)]
+        # Each actor goes to the node with most room: one busy node would hold up all of them.
+        remote = self._ray.remote(num_cpus=1, max_restarts=0, scheduling_strategy="SPREAD")(_Actor)
+        shared = self._ray.put(steps)
+        self._actors = [remote.remote(shared) for _ in range(size)]
         self._end = weakref.finalize(self, _kill, self._ray, self._actors)
-        for worker in range(size):
-            self._start(worker)
-        self._wait(range(size))
+        self._wait()
 
-    def submit(self, worker: int, place: Place) -> None:
-        self._asked[worker].append(self._actors[worker].make.remote(place))
+    def run(self, places: Sequence[Place]) -> Iterator[Any]:
+        """Yield the steps of a pass in order; step k is made by actor k mod size."""
+        actors = cycle(self._actors)
+        requests = (next(actors).make.remote(place) for place in places)
+        waiting = deque(islice(requests, self._ahead))
+        for number in range(len(places)):
+            step = self._result(waiting.popleft(), number % len(self._actors))
+            waiting.extend(islice(requests, 1))  # before the step is used: the actor works meanwhile
+            if isinstance(step, Exception):
+                raise step
+            yield step
+            del step
 
-    def result(self, worker: int) -> Any:
-        """The next step of an actor."""
+    def _result(self, asked: Any, actor: int) -> Any:
         errors = self._ray.exceptions
         deaths = (errors.RayActorError, errors.ObjectLostError, errors.RaySystemError)
         try:
-            made = self._ray.get(self._asked[worker].popleft())
+            block = self._ray.get(asked)
         except (*deaths, errors.OutOfMemoryError, errors.LocalRayletDiedError) as error:
-            raise WorkerDied(f"died ({_line(error)})") from None
-        if isinstance(made, Exception):
-            raise made
-        head, sizes, block = made
-        # A copy, as the object store's memory is read-only; numpy lets other threads work meanwhile.
-        return unpack(head, np.array(block), sizes)
-
-    def replace(self, worker: int) -> None:
-        _kill(self._ray, [self._actors[worker]])
-        self._start(worker)
-        self._wait([worker])
+            raise WorkerDied(f"Ray actor {actor} of {len(self._actors)} died ({_line(error)})") from None
+        return unpack(torch.from_numpy(np.array(block)))  # a copy, as the object store's memory is read-only
 
     def close(self) -> None:
         self._end()
 
     def pids(self) -> list[int]:
-        """Process ids, each on its actor's machine."""
+        """Return the process ids, each on its actor's machine."""
         return list(self._ray.get([actor.pid.remote() for actor in self._actors]))
 
-    def _start(self, worker: int) -> None:
-        self._actors[worker] = self._remote.remote(self._steps)
-        self._asked[worker].clear()
-
-    def _wait(self, workers: Sequence[int]) -> None:
-        """Actors that find no processor would wait for ever."""
+    def _wait(self) -> None:
+        """Wait for actors to start; actors without a processor would wait for ever."""
         errors = self._ray.exceptions
-        greetings = [self._actors[worker].pid.remote() for worker in workers]
+        greetings = [actor.pid.remote() for actor in self._actors]
         ready, missing = self._ray.wait(greetings, num_returns=len(greetings), timeout=PATIENCE)
         if missing:
             total, free = (
@@ -109,8 +105,8 @@ class RayPool:
             self.close()
             raise ConfigError(
                 f"only {len(ready)} of {len(greetings)} Ray actors have started within {PATIENCE:g} s: the cluster has"
-                f" {total:g} processors, {free:g} of them free, and every rank takes num_workers={self.size} for each"
-                " of its loaders; use fewer workers or add CPU nodes"
+                f" {total:g} processors, {free:g} of them free, and every rank takes workers.count={len(greetings)} for"
+                " each of its loaders; use fewer workers or add CPU nodes"
             )
         try:
             self._ray.get(ready)
@@ -123,25 +119,13 @@ class RayPool:
 
 
 class _Actor:
-    def __init__(self, steps: Steps) -> None:
-        import torch
-
+    def __init__(self, steps: StepDataset) -> None:
         torch.set_num_threads(1)
         self._steps = steps
 
-    def make(self, place: Place) -> Any:
-        """One step: its head, and its buffers' sizes and block; or what is to be raised in its place."""
-        answer = attempt(self._steps, place)
-        if isinstance(answer, Exception):
-            return answer
-        head, buffers = answer
-        sizes = [buffer.nbytes for buffer in buffers]
-        block = np.zeros(sum(map(padded, sizes)), np.uint8)
-        start = 0
-        for buffer, size in zip(buffers, sizes, strict=True):
-            block[start : start + size] = np.frombuffer(buffer, np.uint8)
-            start += padded(size)
-        return head, sizes, block
+    def make(self, place: Place) -> np.ndarray:
+        """Make one step, or the exception to raise instead, as a block."""
+        return pack(attempt(self._steps, place))
 
     def pid(self) -> int:
         return os.getpid()
@@ -156,9 +140,9 @@ def _ray() -> Any:
 
 
 def _connect(ray: Any, actors: int) -> None:
-    """To the cluster of RAY_ADDRESS; a process that trains alone may have a Ray of its own.
+    """Connect to the cluster of RAY_ADDRESS; a process that trains alone may start a Ray of its own.
 
-    In the main thread: a Ray ends with the thread that starts it, and ends its processes with it.
+    This runs in the main thread: a local Ray ends with the thread that starts it, and ends its processes with it.
     """
     if ray.is_initialized():
         return
@@ -170,9 +154,9 @@ def _connect(ray: Any, actors: int) -> None:
         )
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if not address:
-        # As many as are wanted: what is on this machine anyway, processors do not limit.
+        # As many as wanted: processors do not limit work that runs on this machine anyway.
         quiet |= {"num_cpus": max(os.cpu_count() or 1, LOADERS * actors), "include_dashboard": False}
-        # Ray gives its processes the least priority (15), and beside a busy trainer an actor would not even start.
+        # Ray gives its processes the lowest priority (15), so an actor might not even start beside a busy trainer.
         os.environ.setdefault("RAY_worker_niceness", "0")
     with _own_signals():
         try:
@@ -186,7 +170,7 @@ def _connect(ray: Any, actors: int) -> None:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray takes SIGTERM; it belongs to the trainer."""
+    """Keep the trainer's SIGTERM handler, which Ray would replace."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -198,7 +182,7 @@ def _own_signals() -> Iterator[None]:
 
 
 def _line(error: BaseException) -> str:
-    """What a Ray error says, without its pages of advice."""
+    """Return the message of a Ray error without its pages of advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     last = next((line for line in reversed(lines) if "Error" in line), "") if "creation task" in str(error) else ""
     return last or next(iter(lines), type(error).__name__)

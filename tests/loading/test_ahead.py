@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 import pickle
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,8 +23,9 @@ from hetero_strategy.data.build_index import DatasetIndex, build_index
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import DataError
 from hetero_strategy.loading import loader as loading
-from hetero_strategy.loading.ahead import Ahead
-from hetero_strategy.loading.loader import StepLoader
+from hetero_strategy.loading.loader import Background, StepLoader
+from hetero_strategy.loading.options import Workers
+from hetero_strategy.loading.process_pool import _lent
 from hetero_strategy.loading.steps import RankView, StepDataset
 from tests.loading.test_loader import EDGES, MODULES, flat
 from tests.small_models import digit_processors, kinds_of
@@ -32,6 +34,10 @@ from tests.small_models import digit_processors, kinds_of
 @pytest.fixture(scope="module")
 def index(digits: Path) -> DatasetIndex:
     return build_index(digits / "train.json", ChatTokenizer(digits), digit_processors(), progress=False)
+
+
+GROUP: Any = object()
+"""A group of whose collectives there are none: with it ``finish`` runs in the thread."""
 
 
 class Noting(StepDataset):
@@ -43,10 +49,14 @@ class Noting(StepDataset):
 
     def __getitem__(self, place: Any) -> Any:
         time.sleep(self.seconds)
-        if place[1] == self.fails:
+        if place[1] == self.fails and not self.mended.exists():
             raise DataError(f"step {place[1]} is damaged")
         (self.marks / f"{place[0]}-{place[1]}").touch()
         return super().__getitem__(place)
+
+    @property
+    def mended(self) -> Path:
+        return self.marks.with_suffix(".mended")
 
     def made(self) -> int:
         return len(list(self.marks.iterdir()))
@@ -77,7 +87,12 @@ def ended(count: Callable[[], int], within: float = 30.0) -> bool:
 
 def threads() -> list[str]:
     """Threads of loaders."""
-    return [t.name for t in threading.enumerate() if t.name in ("loading", "copying")]
+    return [t.name for t in threading.enumerate() if t.name == "loading"]
+
+
+def pids(loader: StepLoader) -> list[int]:
+    """Processes of a loader."""
+    return [worker.pid for worker in loader._pool._workers]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("workers, prefetch", [(0, 1), (0, 3), (1, 1), (1, 2), (3, 2)])
@@ -91,8 +106,12 @@ def test_back_pressure(index: DatasetIndex, tmp_path: Path, workers: int, prefet
         return batch
 
     noting = steps(index, tmp_path)
-    loader = StepLoader(noting, num_workers=workers, prefetch_factor=prefetch, finish=(note,) if finish else ())
-    bound = workers * prefetch + (prefetch if finish else 0)
+    background = Background()
+    loader = StepLoader(
+        noting, workers=Workers(workers, prefetch), finish=note if finish else None, group=GROUP,
+        background=background,
+    )  # fmt: skip
+    bound = workers * prefetch + (prefetch if finish or workers else 0)
     for number, _ in enumerate(loader, 1):
         assert noting.made() <= number + bound
         assert not finish or len(done) <= number + prefetch
@@ -101,11 +120,12 @@ def test_back_pressure(index: DatasetIndex, tmp_path: Path, workers: int, prefet
             assert not finish or settles(lambda: len(done), number + prefetch, 0.0)
     assert noting.made() == 30 and (done == list(range(30)) or not finish)
     loader.close()
-    assert not threads()
+    background.close()
+    assert ended(lambda: len(threads()))
 
 
-def test_without_finish_there_is_no_thread(index: DatasetIndex, tmp_path: Path) -> None:
-    loader = StepLoader(steps(index, tmp_path), num_workers=1, background=Ahead())
+def test_without_workers_and_collectives_there_is_no_thread(index: DatasetIndex, tmp_path: Path) -> None:
+    loader = StepLoader(steps(index, tmp_path), group=GROUP)
     iterator = iter(loader)
     next(iterator)
     assert not threads()
@@ -120,7 +140,7 @@ def test_loaders_that_take_turns_keep_the_order_of_the_program(
 
     def walk(train_seconds: float, val_seconds: float) -> tuple[list[tuple[str, int, int]], list[object]]:
         ran: list[tuple[str, int, int]] = []
-        background = Ahead()
+        background = Background()
 
         def noting(name: str) -> Callable[[Any], Any]:
             def finish(batch: Any) -> Any:
@@ -135,7 +155,7 @@ def test_loaders_that_take_turns_keep_the_order_of_the_program(
             made = steps(index, tmp_path, shuffle=name == "train", global_batch_size=6)
             made.seconds = seconds
             loaders[name] = StepLoader(
-                made, num_workers=workers, prefetch_factor=2, finish=(noting(name),), background=background
+                made, workers=Workers(workers, 2), finish=noting(name), group=GROUP, background=background
             )
         seen: list[object] = []
         for epoch in range(2):
@@ -152,7 +172,7 @@ def test_loaders_that_take_turns_keep_the_order_of_the_program(
         for loader in loaders.values():
             loader.close()
         background.close()
-        assert not threads()
+        assert ended(lambda: len(threads()))
         return ran, seen
 
     first, seen = walk(0.005, 0.0)
@@ -177,18 +197,17 @@ def test_loaders_that_take_turns_keep_the_order_of_the_program(
 @pytest.mark.parametrize("where", ["worker", "finish"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_arrives_at_its_step(index: DatasetIndex, tmp_path: Path, workers: int, where: str) -> None:
+    noting = steps(index, tmp_path)
+    noting.fails = 5 if where == "worker" else None
+
     def finish(batch: Any) -> Any:
-        if where == "finish" and batch.plan.metadata.step == 5:
+        if where == "finish" and batch.plan.metadata.step == 5 and not noting.mended.exists():
             raise DataError("step 5 is damaged")
         return batch
 
-    noting = steps(index, tmp_path)
-    noting.fails = 5 if where == "worker" else None
-    background = Ahead()
-    loader = StepLoader(noting, num_workers=workers, finish=(finish,), background=background)
-    other = StepLoader(
-        steps(index, tmp_path), finish=(finish,) if where == "worker" else (lambda b: b,), background=background
-    )
+    background = Background()
+    loader = StepLoader(noting, workers=Workers(workers), finish=finish, group=GROUP, background=background)
+    other = StepLoader(steps(index, tmp_path), finish=lambda b: b, group=GROUP, background=background)
     seen = []
     with pytest.raises(DataError, match=r"^step 5 is damaged$"):
         for batch in loader:
@@ -196,25 +215,38 @@ def test_an_error_arrives_at_its_step(index: DatasetIndex, tmp_path: Path, worke
             if len(seen) == 2:
                 assert len(list(other)) == 30
     assert seen == [0, 1, 2, 3, 4]
-    noting.fails = None
-    loader.close()
-    assert len(list(other)) == 30  # the thread lives on
-    if where == "worker":
-        assert len(list(loader)) == 30
+    noting.mended.touch()
+    assert len(list(loader)) == len(list(other)) == 30  # in a new thread
     for one in (loader, other):
         one.close()
-    assert background.close() and not threads()
+    background.close()
+    assert ended(lambda: len(threads()))
 
 
+def test_after_an_error_nothing_runs_until_training_has_seen_it(index: DatasetIndex, tmp_path: Path) -> None:
+    noting = steps(index, tmp_path)
+    noting.fails = 2
+    background = Background()
+    loader, other = (
+        StepLoader(made, finish=lambda b: b, group=GROUP, background=background)
+        for made in (noting, steps(index, tmp_path))
+    )
+    next(iter(loader))
+    assert ended(lambda: 2 - noting.made())
+    with pytest.raises(DataError, match=r"^step 2 is damaged$"):
+        list(other)  # its collectives would meet other ones
+    background.close()
+
+
+@pytest.mark.full
 def test_an_error_of_a_batch_that_nobody_wants_is_none(index: DatasetIndex, tmp_path: Path) -> None:
     noting = steps(index, tmp_path)
     noting.fails, noting.seconds = 4, 0.05
-    loader = StepLoader(noting, finish=(lambda b: b,), prefetch_factor=3)
+    loader = StepLoader(noting, workers=Workers(1, 3))
     for number, _ in enumerate(loader, 1):
         if number == 3:
             break  # step 4 is on its way
-    noting.fails = None
-    assert len(list(loader)) == 30
+    assert [b.plan.metadata.step for _, b in zip(range(4), loader, strict=False)] == [0, 1, 2, 3]
     loader.close()
 
 
@@ -229,11 +261,9 @@ def test_closing_does_not_wait_for_a_peer_that_is_gone(
         return batch
 
     monkeypatch.setattr(loading, "GRACE", 0.3)
-    loader = StepLoader(steps(index, tmp_path), num_workers=1, finish=(finish,))
-    monkeypatch.setattr(Ahead.close, "__defaults__", (0.3,))
+    loader = StepLoader(steps(index, tmp_path), workers=Workers(1), finish=finish, group=GROUP)
     iterator = iter(loader)
     next(iterator)
-    assert loader._pool is not None
     began = time.monotonic()
     loader.close()
     assert time.monotonic() - began < 30 and loader._pool is None
@@ -244,7 +274,7 @@ def test_closing_does_not_wait_for_a_peer_that_is_gone(
 def test_a_thread_that_was_left_behind_goes_on_without_harm(
     index: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    hanging, background = threading.Event(), Ahead()
+    hanging, background = threading.Event(), Background()
 
     def finish(batch: Any) -> Any:
         if where == "finish" and batch.plan.metadata.step == 2:
@@ -254,8 +284,8 @@ def test_a_thread_that_was_left_behind_goes_on_without_harm(
     slow = steps(index, tmp_path)
     slow.seconds = 1.0 if where == "worker" else 0.0
     monkeypatch.setattr(loading, "GRACE", 0.3)
-    loader = StepLoader(slow, num_workers=1, finish=(finish,), background=background, on_error="skip")
-    other = StepLoader(steps(index, tmp_path), finish=(lambda b: b,), background=background)
+    loader = StepLoader(slow, workers=Workers(1), finish=finish, group=GROUP, background=background)
+    other = StepLoader(steps(index, tmp_path), finish=lambda b: b, group=GROUP, background=background)
     kept = iter(loader)
     next(kept)
     loader.close()
@@ -263,11 +293,14 @@ def test_a_thread_that_was_left_behind_goes_on_without_harm(
     restarted = iter(loader)
     hanging.set()
     assert next(restarted).plan.metadata.step == 0
+    with pytest.raises(RuntimeError, match="used after the loader was closed or a later one began"):
+        next(kept)
     assert len(list(other)) == 30 and len(list(restarted)) == 29
     monkeypatch.undo()
     for one in (loader, other):
         one.close()
-    assert background.close() and loader.restarts == 0 and not threads()
+    background.close()
+    assert ended(lambda: len(threads()))
 
 
 def started(index: DatasetIndex, folder: Path) -> Any:
@@ -279,10 +312,10 @@ def started(index: DatasetIndex, folder: Path) -> Any:
         return batch
 
     folder.mkdir()
-    loader = StepLoader(steps(index, folder), num_workers=2, finish=(finish,))
+    loader = StepLoader(steps(index, folder), workers=Workers(2), finish=finish, group=GROUP)
     iterator = iter(loader)
     next(iterator)
-    (folder.parent / f"{folder.name}.pids").write_text(" ".join(map(str, loader._pool.pids())))  # type: ignore[union-attr]
+    (folder.parent / f"{folder.name}.pids").write_text(" ".join(map(str, pids(loader))))
     return loader, iterator
 
 
@@ -305,7 +338,7 @@ def rank(index: DatasetIndex, folder: Path, how: str) -> None:
     del kept
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_nothing_keeps_a_process_alive_and_nothing_outlives_it(
     index: DatasetIndex, digits: Path, tmp_path: Path
 ) -> None:
@@ -328,22 +361,24 @@ def test_nothing_keeps_a_process_alive_and_nothing_outlives_it(
         assert process.exitcode == {"ends": 0, "raises": 3, "stays": -9}[how]
     assert whole.wait(150) == 0
     for how in ("whole", *forks):
-        pids = [int(pid) for pid in (tmp_path / f"{how}.pids").read_text().split()]
-        assert len(pids) == 2
+        found = [int(pid) for pid in (tmp_path / f"{how}.pids").read_text().split()]
+        assert len(found) == 2
         deadline = time.monotonic() + 30
-        while any(map(_runs, pids)) and time.monotonic() < deadline:
+        while any(map(_runs, found)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert not any(map(_runs, pids)), how
+        assert not any(map(_runs, found)), how
 
 
 def test_workers_end_when_their_loader_is_forgotten(index: DatasetIndex, tmp_path: Path) -> None:
-    loader = StepLoader(steps(index, tmp_path), num_workers=1)
+    before = len(_lent)
+    loader = StepLoader(steps(index, tmp_path), workers=Workers(1))
     iterator = iter(loader)
     next(iterator)
-    pids = loader._pool.pids()  # type: ignore[union-attr]
+    found = pids(loader)
+    assert len(_lent) > before
     del loader, iterator
-    gc.collect()
-    assert ended(lambda: sum(map(_runs, pids)))
+    assert ended(lambda: gc.collect() * 0 + sum(map(_runs, found)))  # once the thread has made its batches
+    assert len(_lent) <= before
 
 
 def _runs(pid: int) -> bool:
@@ -355,52 +390,42 @@ def _runs(pid: int) -> bool:
 
 @pytest.mark.cuda
 def test_batches_arrive_in_page_locked_memory(index: DatasetIndex, tmp_path: Path) -> None:
-    loader = StepLoader(steps(index, tmp_path), num_workers=1, pin_memory=True)
+    loader = StepLoader(steps(index, tmp_path), workers=Workers(1, pin_memory=True))
     for found, expected in zip(loader, StepLoader(steps(index, tmp_path)), strict=True):
         assert all(tensor.is_pinned() for tensor in found.tensors() if tensor.numel())
         assert flat(found) == flat(expected)
+        labels = torch.from_numpy(found.plan.metadata.labels)
+        assert not labels.is_pinned(), "training keeps plans of all steps"
     loader.close()
 
 
-@given(st.lists(st.tuples(st.sampled_from("sfac"), st.integers(0, 3)), max_size=30))
+@given(st.lists(st.booleans(), max_size=30))
 @settings(max_examples=60, deadline=None)
-def test_tasks_run_in_the_order_submitted(script: list[tuple[str, int]]) -> None:
-    """Against a plain list: submit, fail, forgive after, clean up."""
-    ahead = Ahead()
+def test_tasks_run_in_the_order_submitted_up_to_the_first_that_fails(script: list[bool]) -> None:
+    background = Background()
     ran: list[int] = []
-    futures = []
-    expected: list[int] = []
-    broken = False
-    for number, (kind, _) in enumerate(script):
-        if kind == "c":
-            ahead.submit(lambda: None, always=True).exception()  # wait: the main thread has seen it
-            ahead.forgive()
-            broken = False
-            continue
 
-        def task(number: int = number, fails: bool = kind == "f") -> int:
-            ran.append(number)
-            if fails:
-                raise ValueError(number)
-            return number
+    def task(number: int, fails: bool) -> Any:
+        ran.append(number)
+        if fails:
+            raise ValueError(number)
+        return number
 
-        futures.append((number, kind, broken, ahead.submit(task, always=kind == "a")))
-        if not broken or kind == "a":
-            expected.append(number)
-        broken = broken or kind == "f"
-    for number, kind, was_broken, future in futures:
-        if (was_broken and kind != "a") or kind == "f":
-            assert isinstance(future.exception(), ValueError)
-        else:
+    futures = [background.submit(partial(task, number, fails)) for number, fails in enumerate(script)]
+    first = script.index(True) if True in script else len(script)
+    for number, future in enumerate(futures):
+        if number < first:
             assert future.result() == number
-    assert ahead.close() and ran == expected and not ahead.alive
-    assert ahead.submit(os.getpid).result() == os.getpid()  # and starts anew
-    assert ahead.close()
+        else:
+            assert str(future.exception()) == str(first)
+    background.close()
+    assert ran == list(range(len(script)))[: first + 1]
 
 
 def test_a_thread_does_not_travel() -> None:
-    ahead = Ahead()
-    assert ahead.submit(lambda: 3).result() == 3
-    other = pickle.loads(pickle.dumps(ahead))
-    assert not other.alive and other.submit(lambda: 4).result() == 4
-    assert ahead.close() and other.close()
+    background: Any = Background()
+    assert background.submit(lambda: 3).result() == 3
+    other = pickle.loads(pickle.dumps(background))
+    assert other._tasks is None and other.submit(lambda: 4).result() == 4
+    background.close()
+    other.close()

@@ -17,13 +17,12 @@ from PIL import Image
 from hetero_strategy.data.build_index import DatasetIndex, build_index
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
-from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.datamodule import MultimodalDataModule
-from hetero_strategy.loading.dispatch import Dispatch, moves
-from hetero_strategy.loading.loader import StepLoader
+from hetero_strategy.loading.loader import StepLoader, agreed
 from hetero_strategy.loading.metadata import expanded
-from hetero_strategy.loading.read_where_sampled import Decoded, SampledDataset
+from hetero_strategy.loading.options import Workers
+from hetero_strategy.loading.read_where_sampled import Decoded, Dispatch, SampledDataset, moves
 from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.step_plan import StepItems
@@ -144,7 +143,7 @@ def test_resume_and_workers(digits: Path) -> None:
     """The loader's places, workers and state are those of the other way."""
     fetch, sampled, dispatch = both(digits, READS, global_batch_size=8)
     wanted = list(StepLoader(fetch))
-    loader = StepLoader(sampled, num_workers=2, finish=[dispatch])
+    loader = StepLoader(sampled, workers=Workers(2), finish=dispatch)
     found = []
     for batch in loader:
         found.append(batch)
@@ -152,7 +151,7 @@ def test_resume_and_workers(digits: Path) -> None:
             state = loader.state_dict()
     loader.close()
     assert not differences(wanted, found) and len(wanted) == 8
-    resumed = StepLoader(sampled, finish=[dispatch])
+    resumed = StepLoader(sampled, finish=dispatch)
     resumed.load_state_dict(state)
     assert not differences(wanted[3:], list(resumed))
     assert state.keys() == StepLoader(fetch).state_dict().keys()
@@ -174,7 +173,7 @@ def test_the_option(digits: Path) -> None:
     assert not other.indices["train"].measured and other.indices["val"].measured
     other.teardown()
     for options, message in (
-        ({"payload": "all_to_all", "verify": "decode"}, "verify is 'decode', but with payload='all_to_all'"),
+        ({"payload": "all_to_all", "index": {"verify": "decode"}}, "verify is 'decode', but with payload='all_to_all'"),
         ({"payload": "all_to_all", "balance": {"window": 2}}, "balance.window is 2, but with payload='all_to_all'"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -213,7 +212,7 @@ def test_what_cannot_be_read_is_left_out(digits: Path, broken: Path, tmp_path: P
     """The samples that are left have the inputs and the N of a batch without the others."""
     steps = steps_of(broken, digits)
     steps.on_error = "skip"
-    batch = Agree(None)(Dispatch(steps, [RankView.whole(READS)])(steps[0]))
+    batch = agreed(Dispatch(steps, [RankView.whole(READS)])(steps[0]), None)
     assert sorted(batch.failed) == [1, 3] and batch.skipped == 2
     assert "none.wav: file is missing (sample 'gone', module 'audio')" in batch.failed[3]
     vision, text = batch.inputs["vision"][0], batch.inputs["llm"][0]

@@ -18,6 +18,7 @@ from hetero_strategy.errors import CheckpointError, ConfigError, DataError
 from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.loader import StepLoader
+from hetero_strategy.loading.options import Workers
 from hetero_strategy.loading.steps import RankView, StepDataset, epoch_order
 from hetero_strategy.model import inputs as model_inputs
 from hetero_strategy.model.generator import GeneratorInputs
@@ -135,8 +136,8 @@ def test_rows_of_a_step_of_one_length_are_alike(
     assert found == [alike, alike], "each microbatch has one sequence"
 
 
-@pytest.mark.parametrize("finish", [(), (lambda batch: batch,)], ids=["in the loop", "in a thread"])
-def test_waits_are_the_loaders_time_and_nobody_elses(index: DatasetIndex, finish: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_waits_are_the_loaders_time_and_nobody_elses(index: DatasetIndex, workers: int) -> None:
     class Slow(StepDataset):
         def __getitem__(self, place: Any) -> Batch:
             sleep(0.3)
@@ -144,7 +145,7 @@ def test_waits_are_the_loaders_time_and_nobody_elses(index: DatasetIndex, finish
 
     options: dict[str, Any] = {"kinds": kinds_of(MODULES), "global_batch_size": 4}
     given = Slow(index, digit_processors(), EDGES, RankView.whole(MODULES), **options)
-    loader = StepLoader(given, finish=finish, prefetch_factor=1)
+    loader = StepLoader(given, workers=Workers(workers, 1))
     batches = iter(loader)
     next(batches)
     first = loader.waited
@@ -152,7 +153,7 @@ def test_waits_are_the_loaders_time_and_nobody_elses(index: DatasetIndex, finish
     sleep(1.5)  # a checkpoint, say
     next(batches)
     second = loader.waited - first
-    assert (second < 0.3) if finish else (0.3 <= second < 1.5), "the thread has made it meanwhile"
+    assert (second < 0.3) if workers else (0.3 <= second < 1.5), "the worker has made it meanwhile"
     loader.close()
 
 
@@ -315,7 +316,7 @@ def test_order_depends_on_seed_and_epoch_alone(index: DatasetIndex) -> None:
 
 
 def test_workers_give_the_same_batches(index: DatasetIndex) -> None:
-    plain, parallel = StepLoader(steps(index)), StepLoader(steps(index), num_workers=2)
+    plain, parallel = StepLoader(steps(index)), StepLoader(steps(index), workers=Workers(2))
     for epoch in range(2):  # the second epoch runs on the workers of the first
         for loader in (plain, parallel):
             loader.set_epoch(epoch)
@@ -331,14 +332,14 @@ def test_workers_give_the_same_batches(index: DatasetIndex) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resume_in_the_middle(index: DatasetIndex, workers: int) -> None:
-    loader = StepLoader(steps(index), num_workers=workers)
+    loader = StepLoader(steps(index), workers=Workers(workers))
     loader.set_epoch(2)
     iterator = iter(loader)
     for _ in range(2):
         next(iterator)
     state = loader.state_dict()
     rest = [flat(b) for b in iterator]
-    again = StepLoader(steps(index), num_workers=workers)
+    again = StepLoader(steps(index), workers=Workers(workers))
     again.load_state_dict(state)
     assert again.state_dict() == state and len(again) == 4
     iter(again)  # Lightning asks for iterators it never uses

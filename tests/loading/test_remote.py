@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,25 +18,24 @@ from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.loading import ray_pool as remote
 from hetero_strategy.loading.loader import StepLoader
+from hetero_strategy.loading.options import Workers
+from hetero_strategy.loading.process_pool import WorkerDied
 from hetero_strategy.loading.ray_pool import RayPool
-from hetero_strategy.loading.worker_pool import WorkerDied
-from tests.loading.test_ahead import ended, settles, steps, threads
+from tests.loading.test_ahead import ended, settles, steps
 from tests.loading.test_loader import flat
 from tests.small_models import digit_processors
 
 
-def test_ray_is_named_where_it_is_missing(digits: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ray_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     known = errors.find_spec
     monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "ray" else known(name))
-    index = build_index(digits / "train.json", ChatTokenizer(digits), digit_processors(), progress=False)
-    loader = StepLoader(steps(index, tmp_path), num_workers=1, engine="ray")
     with pytest.raises(ConfigError, match=r"engine='ray' needs ray, .*pip install 'hetero-strategy\[ray\]'"):
-        next(iter(loader))
+        Workers(1, engine="ray")
 
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +53,7 @@ def crew(loader: StepLoader) -> RayPool:
 def test_the_same_batches_in_order_bounded_and_resumable(index: DatasetIndex, tmp_path: Path) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     noting = steps(index, tmp_path)
-    loader = StepLoader(noting, num_workers=2, engine="ray", prefetch_factor=2)
+    loader = StepLoader(noting, workers=Workers(2, 2, engine="ray"))
     for epoch in range(2):
         plain = StepLoader(steps(index, tmp_path))
         for one in (loader, plain):
@@ -67,7 +65,7 @@ def test_the_same_batches_in_order_bounded_and_resumable(index: DatasetIndex, tm
                     if x is not None:
                         x.packing.positions.add_(0)  # writable
             if epoch == 0 and number == 3:
-                assert settles(noting.made, 3 + 2 * 2 + 2)  # made and finished
+                assert settles(noting.made, 3 + 2 + 2 * 2)  # the thread's, and the actors'
                 state = loader.state_dict()
     assert signal.getsignal(signal.SIGTERM) is handler  # the trainer's
     rest = [flat(b) for b in _at(StepLoader(steps(index, tmp_path)), state)]
@@ -94,26 +92,26 @@ def run(loader: StepLoader, found: list[Any]) -> None:
             os.kill(crew(loader).pids()[0], signal.SIGKILL)
 
 
-def test_a_dead_actor_is_replaced_and_errors_keep_their_message(index: DatasetIndex, tmp_path: Path) -> None:
+def test_errors_keep_their_message(index: DatasetIndex, tmp_path: Path) -> None:
     noting = steps(index, tmp_path)
     noting.fails = 25
-    loader = StepLoader(noting, num_workers=1, engine="ray", on_error="skip")
-    found: list[Any] = []
+    loader = StepLoader(noting, workers=Workers(1, engine="ray"), on_error="skip")
+    found = []
     with pytest.raises(DataError, match=r"^step 25 is damaged$"):
-        run(loader, found)
+        for batch in loader:
+            found.append(flat(batch))
     assert found == [flat(b) for _, b in zip(range(25), StepLoader(steps(index, tmp_path)), strict=False)]
-    assert loader.restarts == 1
     loader.close()
 
 
-def test_a_dead_actor_stops_in_the_loading_thread_too(index: DatasetIndex, tmp_path: Path) -> None:
-    before = len(threads())  # those of a test that failed may live
-    loader = StepLoader(steps(index, tmp_path), num_workers=1, engine="ray", finish=(lambda b: b,))
+def test_a_dead_actor_stops_the_run(index: DatasetIndex, tmp_path: Path) -> None:
+    loader = StepLoader(steps(index, tmp_path), workers=Workers(1, engine="ray"))
     assert [flat(b) for b in loader] == [flat(b) for b in StepLoader(steps(index, tmp_path))]
-    with pytest.raises(DataError, match=r"Ray actor 0 of 1 died .*made step \d+ of epoch 0; .*on_error='skip'"):
+    with pytest.raises(DataError, match=r"Ray actor 0 of 1 died .*before step \d+ of epoch 0 was there; .*resume="):
         run(loader, [])
     loader.close()
-    assert len(threads()) == before
+    assert len(list(loader)) == 30  # with new actors
+    loader.close()
 
 
 @pytest.mark.parametrize("death", ["OutOfMemoryError", "LocalRayletDiedError"])
@@ -122,29 +120,16 @@ def test_an_actor_that_ends_for_want_of_memory_or_a_node_is_dead(death: str) -> 
         raise getattr(ray.exceptions, death)("no more room")
 
     pool = object.__new__(RayPool)
-    pool._ray, pool._asked = SimpleNamespace(exceptions=ray.exceptions, get=get), [deque([None])]
-    with pytest.raises(WorkerDied, match="died "):
-        pool.result(0)
+    pool._ray, pool._actors = SimpleNamespace(exceptions=ray.exceptions, get=get), [None]
+    with pytest.raises(WorkerDied, match="Ray actor 0 of 1 died "):
+        pool._result(None, 0)
 
 
 def test_too_few_processors(index: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PATIENCE", 3.0)
-    loader = StepLoader(steps(index, tmp_path), num_workers=200, engine="ray")
-    with pytest.raises(ConfigError, match=r"only \d+ of 200 Ray actors .* num_workers=200"):
+    loader = StepLoader(steps(index, tmp_path), workers=Workers(200, engine="ray"))
+    with pytest.raises(ConfigError, match=r"only \d+ of 200 Ray actors .* workers.count=200"):
         next(iter(loader))
-
-
-def test_an_actor_that_finds_no_processor_in_its_turn_is_not_waited_for(
-    index: DatasetIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loader = StepLoader(steps(index, tmp_path), num_workers=1, engine="ray")
-    next(iter(loader))
-    pool = crew(loader)
-    monkeypatch.setattr(remote, "PATIENCE", 3.0)
-    pool._remote = pool._remote.options(num_cpus=10**6)  # as if others had taken them all
-    with pytest.raises(ConfigError, match=r"only 0 of 1 Ray actors have started within 3 s: .* num_workers=1 "):
-        pool.replace(0)
-    loader.close()
 
 
 def test_several_processes_need_an_address(
@@ -154,5 +139,5 @@ def test_several_processes_need_an_address(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ConfigError, match=r"needs the address of one Ray cluster.*RAY_ADDRESS"):
-        next(iter(StepLoader(steps(index, tmp_path), num_workers=1, engine="ray")))
+        next(iter(StepLoader(steps(index, tmp_path), workers=Workers(1, engine="ray"))))
     assert not ray.is_initialized()

@@ -16,7 +16,7 @@ import soundfile
 import torch
 from PIL import Image
 
-from hetero_strategy.data.faults import list_path
+from hetero_strategy.data.manifest import list_path
 from hetero_strategy.errors import DataError
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.datamodule import MultimodalDataModule
@@ -100,13 +100,30 @@ def write(folder: Path, samples: int, faulty: int) -> dict[str, str]:
             kind, held = FAULTY[why]
             kinds[name] = kind
         lines.append(json.dumps(entry(name, **held)))  # type: ignore[arg-type]
+    samples_as_others_keep_them(folder, [json.loads(line) for line in lines])
     lines.insert(3, "{no JSON")
     (folder / "train.jsonl").write_text("\n".join(lines))
     return kinds
 
 
+def samples_as_others_keep_them(folder: Path, samples: list[dict[str, Any]]) -> None:
+    """Write the samples as a parquet file, as a folder of Hugging Face datasets, and in OpenAI's format."""
+    import datasets
+
+    keys = dict.fromkeys(key for sample in samples for key in sample)
+    rows = datasets.Dataset.from_list([{key: sample.get(key) for key in keys} for sample in samples])
+    rows.to_parquet(folder / "train.parquet")
+    rows.save_to_disk(folder / "saved")
+    roles = {"human": "user", "gpt": "assistant"}
+    with (folder / "messages.jsonl").open("w") as file:
+        for sample in samples:
+            turns = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in sample["conversations"]]
+            media = {f"{field}s": [sample[field]] for field in ("image", "audio") if field in sample}
+            file.write(json.dumps({"id": sample["id"], "messages": turns, **media}) + "\n")
+
+
 def data(folder: Path, digits: Path, **options: Any) -> MultimodalDataModule:
-    options = {"model": reader, "processors": READING, "max_tokens": 200, "on_error": "skip", **options}
+    options = {"model": reader, "processors": READING, "index": {"max_tokens": 200}, "on_error": "skip", **options}
     train = options.pop("train", folder / "train.jsonl")
     return MultimodalDataModule(train, tokenizer=digits, global_batch_size=8, seed=1, **options)
 
@@ -148,6 +165,12 @@ def test_one_run_leaves_out_all_faulty_samples(
     again = data(tmp_path, digits, max_skipped=faulty + 1)
     again.setup("fit")  # from its folder
     assert again.indices["train"].content == index.content and again.indices["train"].skipped == expected
+    expected["manifest"] -= 1
+    for name in ("train.parquet", "saved", "messages.jsonl"):
+        same = data(tmp_path, digits, train=tmp_path / name, max_skipped=faulty)
+        same.setup("fit")
+        read = same.indices["train"]
+        assert read.skipped == expected and read.content == index.content and [*read.names] == [*index.names], name
     with pytest.raises(DataError, match=f"{faulty + 1} of {samples + 1} samples are faulty, more than max_skipped=0"):
         data(tmp_path, digits, max_skipped=0).setup("fit")
     with pytest.raises(
