@@ -1,4 +1,4 @@
-"""`HeteroStrategy` and what it needs of Lightning: launch, precision, refusals, assembly."""
+"""`HeteroStrategy` and its Lightning parts: launch, precision, refusals, assembly."""
 
 from hetero_strategy.strategy.strategy import HeteroStrategy
 

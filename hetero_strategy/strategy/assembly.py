@@ -1,51 +1,49 @@
-"""Puts a LightningModule's model on its ranks: finds it, checks it, builds groups, shards, order and executor."""
+"""Put a LightningModule's model on its ranks: find it, check it, build groups, shards, schedule and executor.
+
+Modules that were made ready have values before they are placed. Ranks compare digests of these values (:func:`digest`),
+so that a module whose ranks have different ones is refused.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import rank_zero_warn
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hetero_strategy.boundary.transport import Channel
-from hetero_strategy.checkpoint.training import TrainingState, part_of
+from hetero_strategy.checkpoint.optimizer_state import part_of
+from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.errors import CheckpointError, ConfigError, ModelError
-from hetero_strategy.layout.placement import Placement
 from hetero_strategy.layout.registry import GroupRegistry
-from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.layout.spec import ModuleLayout, Placement
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.materialize import CHANGED, changed_since_made
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.apply import parallelize
-from hetero_strategy.parallelize.gradients import Owned, owned_parameters
-from hetero_strategy.parallelize.offload import Offload
-from hetero_strategy.parallelize.recompute import Recompute
-from hetero_strategy.parallelize.storage import Storage
-from hetero_strategy.parallelize.tied import find_tied, tied_rank_sets
-from hetero_strategy.plan.ahead import ahead, computing
-from hetero_strategy.plan.config import ModelContext
-from hetero_strategy.planner.context import model_context
+from hetero_strategy.parallelize.gradients import Owned, find_tied, owned_parameters, tied_rank_sets
+from hetero_strategy.runtime.actions import LocalStage
 from hetero_strategy.runtime.connect import channel_sets, connect
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import StageGraph, StageId
 from hetero_strategy.schedule.compile import StepCompiler
-from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.strategy.blueprint import Blueprint, blueprint
-from hetero_strategy.strategy.first_values import check_first_values
+from hetero_strategy.strategy.blueprint import Blueprint, Options
 
 PARTS = "state_dict() of a model on its ranks has on this one a part, or nothing, of"
-"""Begins the warning that a ``state_dict()`` is not all weights."""
+"""Begin of the warning that a ``state_dict()`` does not hold all weights."""
 Row = tuple[int, torch.dtype]
 """Width and dtype of a row."""
+WORD = 8
+"""Bytes that :func:`bit_sum` adds as one integer."""
 
 
 @dataclass(frozen=True)
@@ -54,37 +52,30 @@ class Assembled:
 
     executor: Executor
     owned: dict[int, Owned]
-    """By ``id`` of the parameter."""
+    """Owned parameters, by ``id`` of the parameter."""
     state: TrainingState
     registry: GroupRegistry
-    context: ModelContext
-    """For balancing."""
-    recompute: Mapping[str, Recompute]
-    """Of modules that compute activations again in backward."""
+    plan: Blueprint
 
 
 def find_model(module: nn.Module, agree: Callable[[bool], bool]) -> tuple[str, MultimodalModel]:
-    """The one model of a LightningModule, after ``configure_model``, and its name there.
+    """Find the one model of a LightningModule, after ``configure_model``; return its name there and the model.
 
     Args:
-        agree: whether any rank says yes; a collective.
-
-    Raises:
-        ConfigError: none or several models, parameters outside it, or a model that has been trained elsewhere.
-        ModelError: a module has been given other parameters or buffers since the model was made.
+        agree: returns whether it is true on any rank; a collective.
     """
-    found = [(n, m) for n, m in module.named_modules() if isinstance(m, MultimodalModel)]
+    models = [(n, m) for n, m in module.named_modules() if isinstance(m, MultimodalModel)]
     kind = type(module).__name__
-    if len(found) != 1:
+    if len(models) != 1:
         raise ConfigError(
-            f"HeteroStrategy: {kind} holds {len(found)} MultimodalModels after configure_model(); it needs exactly one,"
-            " built in configure_model()"
+            f"HeteroStrategy: {kind} holds {len(models)} MultimodalModels after configure_model(); it needs exactly"
+            " one, built in configure_model()"
         )
-    prefix, model = found[0]
+    prefix, model = models[0]
     if "_orig_mod" in prefix.split(".") or model._compiled_call_impl is not None:
         raise ConfigError(
-            f"HeteroStrategy: torch.compile around the MultimodalModel of {kind} would trace whole steps, of which none"
-            " is like another; compile the blocks of modules: HeteroStrategy(compile=['vision', 'llm'])"
+            f"HeteroStrategy: torch.compile around the MultimodalModel of {kind} would trace whole steps, which all"
+            " differ; compile the blocks of modules: HeteroStrategy(transforms={'llm': {'compile': 'inductor'}})"
         )
     start = f"{prefix}." if prefix else ""
     inside = {f"{start}{name}.{n}" for name, m in model.modules_by_name.items() for n, _ in m.named_parameters()}
@@ -114,93 +105,110 @@ def find_model(module: nn.Module, agree: Callable[[bool], bool]) -> tuple[str, M
 def assemble(
     prefix: str,
     model: MultimodalModel,
-    placement: Placement,
+    plan: Blueprint,
     rank: int,
     device: torch.device,
     *,
-    ranks_per_node: int = 1 << 30,
-    storage: Storage,
-    scheduling: ScheduleConfig,
-    recompute: Mapping[str, Recompute] = MappingProxyType({}),
-    compile: Mapping[str, str] = MappingProxyType({}),
-    offload: Mapping[str, Offload] = MappingProxyType({}),
     timeout: timedelta | None = None,
     async_checkpoint: bool = False,
-    plan: Blueprint | None = None,
 ) -> Assembled:
     """Put every module this rank owns on its mesh. A collective over the world.
 
-    On the meta device, for a dry run on fake process groups, nothing has values.
+    In a dry run, on the meta device and fake process groups, nothing has values.
 
     Args:
-        prefix: of the model in the LightningModule.
-        model: on the meta device; modules that this rank does not own stay there.
-        ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; default: all on one.
-        storage: dtypes of parameters, and of rows between stages.
-        recompute: of modules that compute activations again in backward.
-        compile: backend of modules whose blocks are compiled.
-        offload: of modules whose activations are in host memory between forward and backward.
-        plan: what :func:`blueprint` makes of the same; None: it is made here.
-
-    Raises:
-        ConfigError: a module came with other values on other ranks.
-        others: see :func:`blueprint`.
+        prefix: name of the model in the LightningModule.
+        model: model on the meta device, on which modules that this rank does not own stay.
+        plan: result of :func:`checked_blueprint` for the model.
     """
-    scheduling = scheduling.resolved(placement.layouts)
-    plan = plan or blueprint(model, placement.layouts, scheduling, recompute, compile, storage, offload)
-    connected = torch.device("cpu") if device.type == "meta" else device  # no backend sends what is on meta
+    options, placement = plan.options, plan.placement
+    connected = torch.device("cpu") if device.type == "meta" else device  # no backend sends meta tensors
     modules, layouts, graph = model.modules_by_name, plan.layouts, plan.graph
+    for name, of in options.transforms.items():
+        for each in of.values():
+            each.check(name, modules[name], layouts[name], options.storage.compute, device)
     if device.type != "meta":
         check_first_values(modules, layouts, device)
-    apart = {computing(name) for name in graph.filling} if scheduling.tp_bubbles else set[str]()
-    registry = GroupRegistry(placement, tied_rank_sets(modules, layouts), connected.type, timeout, apart)
-    rows = [
-        (modules[s.module].hidden_width if s.module == t.module else modules[s.module].width, storage.compute)
-        for s, t in graph.edges
-    ]
+    registry = GroupRegistry(placement, tied_rank_sets(modules, layouts), connected.type, timeout)
+    rows = [(plan.spec.width(s.module, t.module), options.storage.compute) for s, t in graph.edges]
     channels = _channels(registry, graph, rows, rank, connected)
     connect(graph, channels, rank)
-    copies = scheduling.reshard_after_forward != "always"
-    stages = _own_stages(
-        model, layouts, registry, placement, rank, device, plan.recompute, compile, offload, storage, copies=copies
-    )
+    stages = _own_stages(model, placement, registry, rank, device, options)
     if device.type != "meta":
         model.register_state_dict_post_hook(_say_parts)
         model.register_load_state_dict_pre_hook(_take_parts)
-    mine = {
+    own_stages = {
         graph.node_of(StageId(name, number), rank): stage
-        for name, made in stages.items()
-        for number, stage in made.items()
-    }
-    early = {
-        graph.node_of(StageId(ahead(name), 0), rank): stages[name][0]
-        for name in scheduling.prefetch
-        if 0 in stages.get(name, {})
+        for name, numbered in stages.items()
+        for number, stage in numbered.items()
     }
     executor = Executor(
-        stages=mine | early,
-        compiler=StepCompiler(graph, plan.costs, scheduling),
+        local={node: _local(registry, placement, graph, node, stage, rank) for node, stage in own_stages.items()},
+        compiler=StepCompiler(graph, plan.costs, plan.scheduling),
         channels=channels,
         row_bytes=[width * dtype.itemsize for width, dtype in rows],
         modules=modules,
-        placement=Placement(layouts, placement.world_size),
+        placement=placement,
         weights=model.loss_weights,
-        replicas={n: _replicas(registry, layouts[n.module], n.module, stage) for n, stage in mine.items()},
-        tensor_parallel={n: _axis(registry, layouts[n.module].tp, n.module, "tp") for n in mine},
         tied=find_tied(modules, layouts, rank, registry.group),
         device=device,
-        storage=storage,
-        warms_up=bool(compile) or device.type == "cuda",
+        storage=options.storage,
+        warms_up=device.type == "cuda"
+        or any(each.warms_up for of in options.transforms.values() for each in of.values()),
     )
     state = TrainingState(prefix, modules, group=registry.background, asynchronous=async_checkpoint)
-    around = model_context(plan.graph, plan.costs, model.language_models(), scheduling, placement, ranks_per_node)
-    owned = owned_parameters(stages, layouts)
-    return Assembled(executor, owned, state, registry, around, plan.recompute)
+    return Assembled(executor, owned_parameters(stages, layouts), state, registry, plan)
+
+
+def check_first_values(
+    modules: Mapping[str, Adapter], layouts: Mapping[str, ModuleLayout], device: torch.device
+) -> None:
+    """Refuse values that differ between ranks of a module: its replicas would diverge. A collective over the world."""
+    own = torch.tensor([digest(module) for module in modules.values()], device=device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    refuse_different(torch.stack(everyone).tolist(), modules, layouts)
+
+
+def refuse_different(
+    digests: Sequence[Sequence[int]], modules: Mapping[str, Adapter], layouts: Mapping[str, ModuleLayout]
+) -> None:
+    """Refuse digests (by rank, then by module in order) that differ between ranks of a module."""
+    for number, name in enumerate(modules):
+        first, *rest = layouts[name].ranks
+        other = next((rank for rank in rest if digests[rank][number] != digests[first][number]), None)
+        if other is not None:
+            raise ConfigError(
+                f"HeteroStrategy: '{name}' was given with values that are not the same on ranks {first} and {other}:"
+                " each process drew its own before the model was made. Make the ready module in configure_model(),"
+                " where all ranks have the same random state, call seed_everything() before it is made, or load the"
+                " same weights into it on all ranks"
+            )
+
+
+def digest(module: Adapter) -> int:
+    """Return a 63-bit digest of a module's initial values (:meth:`Adapter.initial_values`).
+
+    Tables outside the state dict, which are computed and not drawn, do not count.
+    """
+    lasting = module.meta_copy().state_dict().keys()
+    values = {fqn: value for fqn, value in module.initial_values().items() if fqn in lasting}
+    sums = [(fqn, tuple(value.shape), str(value.dtype), bit_sum(value)) for fqn, value in sorted(values.items())]
+    return int.from_bytes(hashlib.blake2b(repr(sums).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def bit_sum(value: Tensor) -> int:
+    """Sum a tensor's bytes, eight at a time as an integer: at the speed of memory, and the same for any threads."""
+    flat = value.detach().reshape(-1)
+    aligned = flat.storage_offset() * flat.itemsize % WORD == 0
+    data = (flat if aligned else flat.clone()).view(torch.uint8)
+    words, rest = data.split([len(data) // WORD * WORD, len(data) % WORD])
+    return int(words.view(torch.int64).sum()) + int(rest.sum())
 
 
 def _say_parts(model: nn.Module, found: Mapping[str, Any], prefix: str, metadata: Any) -> None:
-    """A file of what one rank has would look like the whole model's, and load as such with new values in places. Of a
-    checkpoint, which takes what lies beside the model, nothing is said.
+    """Warn that ``state_dict()`` holds this rank's part only: in a file it would look like the whole model and load as
+    such, with new values in places. Checkpoints, which also take what lies beside the model, cause no warning.
     """
     parts = {
         name.removeprefix(prefix).partition(".")[0]
@@ -215,11 +223,7 @@ def _say_parts(model: nn.Module, found: Mapping[str, Any], prefix: str, metadata
 
 
 def _take_parts(model: nn.Module, found: dict[str, Any], prefix: str, *_: object) -> None:
-    """Take of whole tensors what this rank owns, before the model loads them.
-
-    Raises:
-        CheckpointError: a tensor has no values here, for a parameter that this rank owns.
-    """
+    """Cut whole tensors to this rank's parts before the model loads them."""
     owned: dict[str, torch.Tensor] = model.state_dict(destination={}, prefix=prefix, keep_vars=True)
     for name, own in owned.items():
         value = found.get(name)
@@ -237,8 +241,8 @@ def _take_parts(model: nn.Module, found: dict[str, Any], prefix: str, *_: object
 
 
 def move_rest(module: nn.Module, device: torch.device) -> None:
-    """What a LightningModule holds besides the model's modules (metrics, buffers) goes to this rank's device, which it
-    names as its ``device``.
+    """Move metrics and buffers outside the model's modules to this rank's device, and set it as the LightningModule's
+    ``device``.
     """
     if not any(isinstance(m, Adapter) for m in module.modules()):
         module.to(device)
@@ -254,21 +258,21 @@ def move_rest(module: nn.Module, device: torch.device) -> None:
 def _channels(
     registry: GroupRegistry, graph: StageGraph, rows: Sequence[Row], rank: int, device: torch.device
 ) -> dict[tuple[int, bool], Channel]:
-    """(edge, whether backward) -> where this rank's rows travel.
+    """Build the channels of this rank's rows: (edge, whether backward) -> channel.
 
-    Each direction of an edge, and what replicas pass on among themselves, has a group of its own, so that neither waits
-    for the other; edges between cohorts of the same two stages share them.
+    Each direction of an edge has a group of its own, and so has what replicas pass on among themselves, so that no
+    message waits for another. Edges between cohorts of the same two stages share them.
     """
     sets_of = {alike: channel_sets(graph, alike) for alike in dict.fromkeys(graph.firsts)}
     sets = [
         ((alike, back, hop), ranks)
         for alike, ways in sets_of.items()
         for back, hops in ways.items()
-        for hop, found in enumerate(hops)
-        for ranks in found
+        for hop, rank_sets in enumerate(hops)
+        for ranks in rank_sets
     ]
-    made = zip(sets, registry.channels([ranks for _, ranks in sets]), strict=True)
-    groups = {key: group for (key, _), group in made if group is not None}  # this rank is in one of a hop's sets
+    grouped = zip(sets, registry.channels([ranks for _, ranks in sets]), strict=True)
+    groups = {key: group for (key, _), group in grouped if group is not None}  # this rank is in one of a hop's sets
     channels = {}
     for number, (edge, alike) in enumerate(zip(graph.edges, graph.firsts, strict=True)):
         if any(rank in graph.stages[node].ranks for node in edge):
@@ -282,22 +286,16 @@ def _channels(
 
 def _own_stages(
     model: MultimodalModel,
-    layouts: Mapping[str, ModuleLayout],
-    registry: GroupRegistry,
     placement: Placement,
+    registry: GroupRegistry,
     rank: int,
     device: torch.device,
-    recompute: Mapping[str, Recompute],
-    compile: Mapping[str, str],
-    offload: Mapping[str, Offload],
-    storage: Storage,
-    *,
-    copies: bool,
+    options: Options,
 ) -> dict[str, dict[int, Adapter]]:
-    """Module -> this rank's stages of it, parallelised; modules of other ranks go to the meta device."""
+    """Return module -> this rank's stages of it, parallelised; modules of other ranks go to the meta device."""
     stages = {}
     for name, module in model.modules_by_name.items():
-        where, layout = placement.coordinate(name, rank), layouts[name]
+        where, layout = placement.coordinate(name, rank), placement.layouts[name]
         if where is None:
             module.to("meta")
             continue
@@ -308,13 +306,11 @@ def _own_stages(
             registry.mesh(name),
             device,
             seed=model.seed,
-            recompute=recompute.get(name),
-            compile=compile.get(name),
-            offload=offload.get(name),
+            transforms=options.transforms.get(name, {}),
             split=layout.split or (),
             pp_rank=where.pp,
-            storage=storage,
-            copies=copies,
+            storage=options.storage,
+            copies=options.scheduling.gathered_once(layout, casts=True),
         )
         if (context := registry.context(name)) is not None:
             for stage in stages[name].values():
@@ -324,8 +320,15 @@ def _own_stages(
     return stages
 
 
-def _replicas(registry: GroupRegistry, layout: ModuleLayout, name: str, stage: Adapter) -> dist.ProcessGroup | None:
-    return None if isinstance(stage, FSDPModule) else _axis(registry, layout.dp_replicate, name, "dp_replicate")
+def _local(
+    registry: GroupRegistry, placement: Placement, graph: StageGraph, node: StageId, stage: Adapter, rank: int
+) -> LocalStage:
+    """Return a stage of this rank with its groups."""
+    name, layout = node.module, placement.layouts[node.module]
+    seat = placement.coordinate(name, rank)
+    assert seat is not None
+    replicas = None if isinstance(stage, FSDPModule) else _axis(registry, layout.dp_replicate, name, "dp_replicate")
+    return LocalStage(stage, graph.stages[node], seat, replicas, _axis(registry, layout.tp, name, "tp"))
 
 
 def _axis(registry: GroupRegistry, degree: int, name: str, axis: str) -> dist.ProcessGroup | None:

@@ -1,4 +1,4 @@
-"""Whether the ranks' parts make up whole tensors, so that a checkpoint of them is one of the model."""
+"""Check that the ranks' parts make up whole tensors, so that their checkpoint holds the whole model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hetero_strategy.schedule.action import StageId
 
 
 class Coverage:
-    """Collects the parts that some ranks of every stage have built.
+    """A collection of the parts that sampled ranks of every stage have built.
 
     Args:
         whole: module -> all its tensors by name, before anything is parallelised.
-        layouts: resolved.
+        layouts: resolved layouts.
     """
 
     def __init__(self, whole: Mapping[str, Mapping[str, torch.Tensor]], layouts: Mapping[str, ModuleLayout]) -> None:
@@ -37,7 +37,7 @@ class Coverage:
         tensors: Mapping[str, torch.Tensor],
         pieces: Mapping[str, Piece],
     ) -> None:
-        """Take what a rank has built: its tensors by ``<module>.<fqn>``, and what of them it brings to a checkpoint."""
+        """Add a rank's tensors by ``<module>.<fqn>``, and the pieces of them that it saves to a checkpoint."""
         self._built.update(stages)
         of = {stage.module: stage for stage in stages}
         for name, tensor in tensors.items():
@@ -57,7 +57,7 @@ class Coverage:
                 self._faults.append((of[module], message))
 
     def faults(self) -> Iterator[tuple[StageId, str]]:
-        """Find tensors that no rank has or whose parts do not make them up; stages that were not built are left out."""
+        """Yield tensors that no rank has or whose parts do not make them up; skip stages that were not built."""
         yield from dict.fromkeys(self._faults)
         for module, tensors in self._whole.items():
             stages = [StageId(module, number) for number in range(self._layouts[module].pipeline.stages)]
@@ -67,7 +67,7 @@ class Coverage:
                         yield stages[0], f"{module}.{fqn} is on no rank"
 
     def _elements(self, tensor: DTensor) -> int:
-        """Elements that all ranks of a tensor's mesh hold, copies counted once."""
+        """Count the elements that all ranks of a tensor's mesh hold; copies count once."""
         key = (tensor.shape, tensor.device_mesh.shape, tensor.placements)
         if key not in self._summed:
             shapes = Counter({tensor.shape: 1})
@@ -79,10 +79,10 @@ class Coverage:
 
 
 def _split(shapes: Counter[torch.Size], placement: Shard | _StridedShard, ranks: int) -> Counter[torch.Size]:
-    """Shapes of the parts, all ranks' at once, and how many there are of each."""
-    found: Counter[torch.Size] = Counter()
+    """Count the parts of each shape over all ranks."""
+    parts: Counter[torch.Size] = Counter()
     for shape, count in shapes.items():
         whole = torch.empty(shape, device="meta")
         for part in placement._split_tensor(whole, ranks, with_padding=False, contiguous=False)[0]:
-            found[part.shape] += count
-    return found
+            parts[part.shape] += count
+    return parts

@@ -1,7 +1,8 @@
-"""``dry_run``: what every rank of a run would build, built by one process on fake process groups and the meta device.
+"""Build in one process what every rank of a run would build, on fake process groups and the meta device.
 
-The process is one rank after another, and each time it runs the code of a real start (:func:`assemble`). Ranks that
-host the same stages build the same, up to their coordinates, so of each such set the first and the last rank are built.
+The process plays one rank after another, and runs the code of a real start (:func:`assemble`) for each. Ranks that host
+the same stages build the same objects, up to their coordinates, so only the first and the last rank of each such set
+are built.
 """
 
 from __future__ import annotations
@@ -11,40 +12,27 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Float64
 
-from hetero_strategy.checkpoint.inventory import pieces_of
+from hetero_strategy.checkpoint.saving import pieces_of
 from hetero_strategy.errors import ConfigError, HeteroError
-from hetero_strategy.layout.fake import fake_world
-from hetero_strategy.layout.placement import Placement, place
-from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.layout.registry import fake_world
+from hetero_strategy.layout.spec import ModuleLayout, place
 from hetero_strategy.model.multimodal import MultimodalModel
-from hetero_strategy.monitor.traffic import Traffic, sent
 from hetero_strategy.parallelize.fsdp import whole_bytes
 from hetero_strategy.parallelize.gradients import local
-from hetero_strategy.parallelize.offload import Offload
-from hetero_strategy.parallelize.recompute import Recompute
-from hetero_strategy.parallelize.storage import FP32, Storage
-from hetero_strategy.plan.ahead import computing, with_next
 from hetero_strategy.plan.config import BalanceConfig
-from hetero_strategy.plan.orchestrator import plan_step
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
-from hetero_strategy.planner.context import aligned_rows, model_context
 from hetero_strategy.runtime.connect import meetings_of, message_buffers
-from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import Schedule, StageGraph, StageId
 from hetero_strategy.schedule.check import check
 from hetero_strategy.schedule.check_program import program_faults
-from hetero_strategy.schedule.compile import StepCompiler, StepProgram, compile_step
-from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.schedule.compile import StepCompiler, StepProgram, Traffic, compile_step, sent
 from hetero_strategy.strategy.assembly import Assembled, assemble
-from hetero_strategy.strategy.blueprint import Blueprint, blueprint
+from hetero_strategy.strategy.blueprint import Blueprint, Options, checked_blueprint
 from hetero_strategy.strategy.coverage import Coverage
 
 PROGRAMS = 4096
@@ -54,60 +42,60 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Fault:
-    """What would fail, or not fit, at a real start or in a step."""
+    """A fault that would make a real start or a step fail."""
 
     check: Literal["build", "groups", "schedule", "program", "connect", "memory", "checkpoint"]
-    """What found it."""
+    """Check that found it."""
     message: str
     rank: int | None = None
-    """None: all ranks."""
+    """Rank with the fault; None: all ranks."""
     module: str | None = None
     stage: int | None = None
 
 
 @dataclass(frozen=True)
 class BuiltRank:
-    """What one rank has built."""
+    """A rank's objects in a dry run."""
 
     rank: int
     lane: int
-    """Number among the sets of ranks that host the same stages."""
+    """Number of its set among the sets of ranks that host the same stages."""
     alike: int
-    """Ranks in this set."""
+    """Number of ranks in this set."""
     stages: tuple[StageId, ...]
     bytes: Mapping[str, int]
-    """``parameters``, ``buffers``, ``gradients`` and AdamW's ``states`` of what it owns; ``gathered``: whole weights
-    and their gradients that it has at a time; ``rows``: rows of other stages that wait for their backward, at most.
-    Activations inside its stages are not in them."""
+    """Bytes by kind: ``parameters``, ``buffers``, ``gradients`` and AdamW's ``states`` that the rank owns;
+    ``gathered``: the most bytes of whole weights and their gradients at a time; ``rows``: the most bytes of other
+    stages' rows that wait for their backward. Activations inside stages do not count."""
     tensors: Mapping[str, tuple[int, ...]]
-    """Owned parameters and persistent buffers by ``<module>.<fqn>``, and the shape of this rank's part."""
+    """Shape of this rank's part of each owned parameter and persistent buffer, by ``<module>.<fqn>``."""
     groups: int
-    """Process groups that it is in, apart from those of all ranks and of it alone."""
+    """Number of process groups that it is in, without those of all ranks and of this rank alone."""
     channels: int
-    """Groups of its own for rows, which NCCL needs beside these."""
+    """Number of groups for rows alone, which NCCL needs besides these."""
     connections: int
-    """Ranks to which it may send and sends at start; edges, directions and hops counted apart."""
+    """Number of ranks to which it may send, and sends at start; each edge, direction and hop counts."""
     pieces: int
-    """Tensors of the model of which it brings a piece to a checkpoint."""
+    """Number of the model's tensors of which it saves a piece to a checkpoint."""
     programs: tuple[StepProgram, ...]
-    """Of each batch."""
+    """Its program for each batch."""
     sent: tuple[Traffic, ...]
     """Bytes of rows that it sends in each batch."""
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """Return the sum of all bytes."""
         return sum(self.bytes.values())
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a dry run found."""
+    """A result of a dry run."""
 
     world_size: int
     plan: Blueprint
     ranks: tuple[BuiltRank, ...]
-    """Those that were built, ascending."""
+    """Ranks that were built, ascending."""
     faults: tuple[Fault, ...]
 
 
@@ -121,60 +109,45 @@ def dry_run(
     microbatches: int | None = 1,
     microbatch_rows: Mapping[str, int | Literal["equal"]] | None = None,
     balance: BalanceConfig | None = None,
-    scheduling: ScheduleConfig | None = None,
-    recompute: Mapping[str, Recompute] = MappingProxyType({}),
-    compile: Mapping[str, str] = MappingProxyType({}),
-    offload: Mapping[str, Offload] = MappingProxyType({}),
-    storage: Storage = FP32,
-    memory: Float64[np.ndarray, "ranks"] | float | None = None,
+    options: Options = Options(),  # noqa: B008
+    memory: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> DryRun:
-    """Build a run of ``world_size`` ranks without them, and check what they would build and run.
+    """Build a run of ``world_size`` ranks in this process, and check what the ranks would build and run.
 
     Args:
-        model: as built, on the meta device; it stays as it is.
-        layouts: of every module.
+        model: model on the meta device; it is not changed.
+        layouts: layout of every module.
         batches: global batches whose steps are planned, scheduled and compiled.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``; default: all on one.
-        microbatches, microbatch_rows: see :func:`hetero_strategy.plan.orchestrator.plan_step`.
-        balance: how work is spread; default: as the strategy does by default.
-        scheduling, recompute, compile, offload, storage: see :func:`hetero_strategy.strategy.assembly.assemble`.
-        memory: bytes of a GPU, or of every rank's; a rank that needs more, with NCCL's buffers for rows, is a fault.
-        progress: is told what is done next.
+        microbatches, microbatch_rows: see :func:`hetero_strategy.plan.plan_step.plan_step`.
+        balance: spread of work over instances; default: the strategy's default.
+        options: how the model runs.
+        memory: bytes of a GPU; a rank that needs more, with NCCL's buffers for rows, is a fault.
+        progress: callback with a description of the next part of the work.
 
     Raises:
-        LayoutError, ScheduleError, ConfigError: what a real start refuses before any process group exists; or a
-            process group exists in this process.
+        LayoutError, ScheduleError, ConfigError: a real start would refuse the options before any process group exists;
+            or this process has a process group.
     """
     if dist.is_initialized():
         raise ConfigError("dry_run: this process has a process group; run it in a process of its own")
-    placement, tell = place(layouts, world_size), progress or (lambda _: None)
-    scheduling = (scheduling or ScheduleConfig()).resolved(placement.layouts)
+    tell = progress or (lambda _: None)
     tell("stages")
-    plan = blueprint(model, placement.layouts, scheduling, recompute, compile, storage, offload)
-    placement = Placement(plan.layouts, world_size)
+    plan = checked_blueprint(model, place(layouts, world_size), options)
     faults: list[Fault] = []
     steps = []
-    around = model_context(plan.graph, plan.costs, model.language_models(), scheduling, placement, ranks_per_node)
-    planned = []
     for number, metadata in enumerate(batches):
-        tell(f"plan of batch {number + 1} of {len(batches)}")
-        step = plan_step(
+        tell(f"plan and schedule of batch {number + 1} of {len(batches)}")
+        step = plan.plan_step(
             metadata,
-            placement.instances(),
-            model.language_models(),
+            balance or BalanceConfig(),
+            ranks_per_node,
             microbatches=microbatches,
-            row_multiple=aligned_rows(model.language_models(), plan.layouts),
             microbatch_rows=microbatch_rows,
-            balancing=(balance or BalanceConfig()).resolve(placement.instances(), around),
         )
-        planned.append(step)
-    for number, alone in enumerate(planned):
-        tell(f"schedule of batch {number + 1} of {len(batches)}")
-        following = planned[(number + 1) % len(planned)]
-        step = with_next(alone, following, scheduling.prefetch, held=True) if scheduling.prefetch else alone
         with _noted(faults, "schedule"):
-            schedule = StepCompiler(plan.graph, plan.costs, scheduling).schedule(step, train=True)
+            schedule = StepCompiler(plan.graph, plan.costs, plan.scheduling).schedule(step, train=True)
             check(schedule)
             steps.append(_Programs(step, schedule))
     shapes = {name: module.state_dict() for name, module in model.modules_by_name.items()}
@@ -184,28 +157,25 @@ def dry_run(
     for number, (rank, (lane, alike, stages)) in enumerate(sorted(sampled.items())):
         tell(f"rank {rank}, {number + 1} of {len(sampled)}")
         with _noted(faults, "build", rank), fake_world(rank, world_size):
-            made = assemble(
-                "model", _copied(model), placement, rank, META, ranks_per_node=ranks_per_node, storage=storage,
-                scheduling=scheduling, recompute=recompute, compile=compile, offload=offload, plan=plan,
-            )  # fmt: skip
-            rank_sets[rank] = made.registry.created
+            assembled = assemble("model", _copied(model), plan, rank, META)
+            rank_sets[rank] = assembled.registry.created
             faults += _program_faults(rank, steps, plan.graph)
-            ranks.append(_built(rank, made, lane, alike, stages, steps, coverage, ranks_per_node))
+            ranks.append(_built(rank, assembled, lane, alike, stages, steps, coverage, ranks_per_node))
     faults += _group_faults(rank_sets)
     faults += [Fault("checkpoint", message, None, stage.module, stage.stage) for stage, message in coverage.faults()]
     if memory is not None:
-        room, buffers = np.broadcast_to(memory, world_size), message_buffers(plan.graph, world_size, ranks_per_node)
+        buffers = message_buffers(plan.graph, world_size, ranks_per_node)
         faults += [
-            _too_large(rank, int(buffers[rank.rank]), room[rank.rank])
+            _too_large(rank, int(buffers[rank.rank]), memory)
             for rank in ranks
-            if rank.total + buffers[rank.rank] > room[rank.rank]
+            if rank.total + buffers[rank.rank] > memory
         ]
     return DryRun(world_size, plan, tuple(ranks), tuple(faults))
 
 
 @contextmanager
 def _noted(faults: list[Fault], check: Literal["build", "schedule"], rank: int | None = None) -> Iterator[None]:
-    """What is raised becomes a fault, and others are still found."""
+    """Turn an exception into a fault, so that the checks go on."""
     try:
         yield
     except Exception as error:
@@ -214,15 +184,16 @@ def _noted(faults: list[Fault], check: Literal["build", "schedule"], rank: int |
 
 
 def _copied(model: MultimodalModel) -> MultimodalModel:
-    """A model to build from; what its modules were before anything is parallelised is shared."""
+    """Copy a model to build from; the copies share the modules' originals from before anything is parallelised."""
     originals = [module.meta_copy() for module in model.modules_by_name.values()]
     return copy.deepcopy(model, {id(original): original for original in originals})
 
 
 def _sampled(graph: StageGraph, world_size: int) -> dict[int, tuple[int, int, tuple[StageId, ...]]]:
-    """Rank -> number and size of its set of ranks that host the same stages, and these; first and last of each set.
+    """Return rank -> (number and size of its set of ranks that host the same stages, these stages), for the first and
+    the last rank of each set.
 
-    Ranks lie in a module by ascending coordinate, so these two have the extreme coordinates in every module of theirs.
+    Ranks lie in a module by ascending coordinate, so these two have the extreme coordinates in each of their modules.
     """
     hosts: list[tuple[tuple[StageId, ...], Collection[int]]] = list(graph.hosts.items())
     busy = {rank for _, ranks in hosts for rank in ranks}
@@ -237,7 +208,7 @@ def _sampled(graph: StageGraph, world_size: int) -> dict[int, tuple[int, int, tu
 
 @dataclass
 class _Programs:
-    """The programs of one step, made when they are asked for."""
+    """A cache of the programs of one step, made on demand."""
 
     plan: StepPlan
     schedule: Schedule
@@ -261,9 +232,8 @@ def _built(
     assert {*executor.stages} == {*stages}, f"rank {rank} has stages {[*executor.stages]}, its plan {stages}"
     tensors = _owned(made)
     pieces = pieces_of(rank, tensors)
-    coverage.add(rank, tuple(s for s in stages if s.module in executor.modules), tensors, pieces)
+    coverage.add(rank, stages, tensors, pieces)
     programs = tuple(step.of(rank) for step in steps)
-    ahead = max((_ahead_rows(executor, step.plan) for step in steps), default=0)
     graph = executor.compiler.graph
     peers = _peers(graph, rank)
     groups = [ranks for ranks in made.registry.created[1:] if rank in ranks]
@@ -278,7 +248,7 @@ def _built(
         lane=lane,
         alike=alike,
         stages=stages,
-        bytes=_bytes(made, programs, ahead),
+        bytes=_bytes(made, programs),
         tensors={name: tuple(local(tensor).shape) for name, tensor in tensors.items()},
         groups=len(groups),
         channels=len(channels),
@@ -290,7 +260,7 @@ def _built(
 
 
 def _owned(made: Assembled) -> dict[str, torch.Tensor]:
-    """What of a rank a checkpoint holds, by ``<module>.<fqn>``: on meta nothing else tells it from the rest."""
+    """Return the tensors of a rank in a checkpoint, by ``<module>.<fqn>``: on meta only identity marks them."""
     stages = made.executor.stages.values()
     own = {id(tensor) for stage in stages for tensor in (*stage.parameters(), *stage.buffers())}
     return {
@@ -301,7 +271,7 @@ def _owned(made: Assembled) -> dict[str, torch.Tensor]:
     }
 
 
-def _bytes(made: Assembled, programs: Iterable[StepProgram], ahead: int) -> dict[str, int]:
+def _bytes(made: Assembled, programs: Iterable[StepProgram]) -> dict[str, int]:
     stages, graph = made.executor.stages, made.executor.compiler.graph
     parameters = {id(p): p for stage in stages.values() for p in stage.parameters()}.values()
     trained = sum(local(p).nbytes for p in parameters if p.requires_grad)
@@ -310,48 +280,30 @@ def _bytes(made: Assembled, programs: Iterable[StepProgram], ahead: int) -> dict
         "buffers": sum(b.nbytes for b in {id(b): b for stage in stages.values() for b in stage.buffers()}.values()),
         "gradients": trained,
         "states": 2 * trained,
-        "gathered": sum(
-            whole_bytes(stage, once=graph.stages[node].sharded)
-            for node, stage in stages.items()
-            if node.module in made.executor.modules
-        ),
-        "rows": ahead + max((_held_rows(program, graph, made.executor.row_bytes) for program in programs), default=0),
+        "gathered": sum(whole_bytes(stage, once=graph.stages[node].sharded) for node, stage in stages.items()),
+        "rows": max((_held_rows(program, graph, made.executor.row_bytes) for program in programs), default=0),
     }
 
 
-def _ahead_rows(executor: Executor, plan: StepPlan) -> int:
-    """Bytes of rows of this step and of the next one that what runs ahead computes on this rank."""
-    graph, total = executor.compiler.graph, 0
-    for node in executor.stages:
-        if (module := computing(node.module)) == node.module:
-            continue
-        instance = executor.coordinates[module].instance
-        read = next(k for k, (s, _) in enumerate(graph.edges) if s.all_instances == StageId(module, 0))
-        inner = graph.edges[read][1].module == module
-        rows = sum(
-            int(part.totals(inner=inner)[instance]) for n in (module, node.module) for part in plan.assignments[n]
-        )
-        total += rows * executor.row_bytes[read]
-    return total
-
-
 def _held_rows(program: StepProgram, graph: StageGraph, row_bytes: Sequence[int]) -> int:
-    """Most bytes of rows that came in and wait for the backward of their microbatch."""
-    held: dict[tuple[StageId, int], int] = {}
+    """Return the most bytes of incoming rows that wait for the backward of their microbatch."""
+    live_bytes: dict[tuple[StageId, int], int] = {}
     most = 0
     for step in program.actions:
         kind, node, microbatch = step.action
         if kind == "F" and graph.stages[node].backward:
             read = [program.transfers[number] for number in step.reads]
-            held[node, microbatch] = sum(one.transfer.outputs * row_bytes[one.edge] for one in read)
-            most = max(most, sum(held.values()))
+            live_bytes[node, microbatch] = sum(one.transfer.outputs * row_bytes[one.edge] for one in read)
+            most = max(most, sum(live_bytes.values()))
         elif kind in ("B", "I"):
-            held.pop((node, microbatch))
+            live_bytes.pop((node, microbatch))
     return most
 
 
 def _peers(graph: StageGraph, rank: int) -> dict[tuple[int, bool], list[tuple[set[int], set[int]]]]:
-    """(edge, whether backward) -> for each hop, to whom a rank may send at start, and who may send to it."""
+    """Return (edge, whether backward) -> for each hop, the ranks to which a rank may send, and those that may send to
+    it.
+    """
     return {
         (number, back): [(meetings.peers(rank), meetings.back.peers(rank)) for meetings in hops]
         for number in range(len(graph.edges))
@@ -360,7 +312,7 @@ def _peers(graph: StageGraph, rank: int) -> dict[tuple[int, bool], list[tuple[se
 
 
 def _program_faults(rank: int, steps: Sequence[_Programs], graph: StageGraph) -> Iterator[Fault]:
-    """Of a rank's programs: rows that are missing, messages that do not fit, peers that it does not meet at start."""
+    """Yield faults of a rank's programs: missing rows, messages that do not fit, peers not met at start."""
     met = _peers(graph, rank)
     for step in steps:
         program = step.of(rank)
@@ -387,7 +339,7 @@ def _program_faults(rank: int, steps: Sequence[_Programs], graph: StageGraph) ->
 
 
 def _group_faults(found: Mapping[int, tuple[tuple[int, ...], ...]]) -> Iterator[Fault]:
-    """Ranks that do not create the groups that the first rank creates, in its order."""
+    """Yield ranks that create other groups than the first rank, or in another order."""
     if not found:
         return
     first, *others = sorted(found)

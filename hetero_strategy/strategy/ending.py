@@ -1,4 +1,4 @@
-"""How all ranks of a run end together: told to stop, or because one of them failed."""
+"""End all ranks of a run together: on a signal, or because one of them failed."""
 
 from __future__ import annotations
 
@@ -28,26 +28,20 @@ from torch.distributed.distributed_c10d import _abort_process_group
 from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.errors import CheckpointError, ConfigError
 from hetero_strategy.runtime.agreement import Stop, said
-from hetero_strategy.strategy.launch import (
-    STARTED_BY,
-    TO_END,
-    TO_NOTICE,
-    MultiProcessingLauncher,
-    ScriptLauncher,
-)
+from hetero_strategy.strategy.launch import STARTED_BY, TO_END, TO_NOTICE, ScriptLauncher
 
 LOST, VAIN = "lost another rank, whose own message tells why", "waited for another rank until the timeout"
 """Marks of an exception that is not the cause."""
 PACKAGE, AROUND = Path(__file__).parents[1], {Path(__file__), Path(__file__).with_name("launch.py")}
-"""This package, and those of its files that call what a person writes."""
+"""This package, and its files that call the user's code."""
 
 TO_COME = 60.0
-"""Seconds in which all ranks set ``trainer.should_stop`` after the same step; their hosts are that close."""
+"""Seconds within which all ranks set ``trainer.should_stop`` after the same step; their hosts are that close."""
 
 
 def lost_a_rank(error: BaseException | None) -> bool:
-    """Whether an exception, or its cause, only says that another rank went away: torch.distributed raised it where this
-    package called it, in a world of more than one.
+    """Return whether an exception, or its cause, only says that another rank is gone: torch.distributed raised it
+    inside a call of this package, in a world of several ranks.
     """
     if any(mark in note for note in getattr(error, "__notes__", ()) for mark in (LOST, VAIN)):  # groups may be aborted
         return True
@@ -60,16 +54,17 @@ def lost_a_rank(error: BaseException | None) -> bool:
 
 
 def stop_together(trainer: Trainer, stop: Stop) -> None:
-    """SIGTERM on any rank ends all of them after the same step, so that a callback's ``on_exception`` can still save.
-    SLURM's signal that the job will be queued again lets them save together before the next batch, of a validation
-    too. Where nothing is trained nothing is saved, and the first rank asks SLURM at once.
+    """Make SIGTERM on any rank end all ranks after the same step, so that a callback's ``on_exception`` can still save.
 
-    What Lightning does about it goes: collectives and saves inside signal handlers, to which other ranks come from
-    wherever they are, and one rank from the middle of a step; and a broadcast before every batch, whose result the host
-    waits for.
+    SLURM's signal that the job will be queued again lets all ranks save together before the next batch, also of a
+    validation. Outside of training nothing is saved, and the first rank asks SLURM at once.
+
+    This replaces Lightning's handling. It runs collectives and saves inside signal handlers, which ranks enter at
+    different places, some in the middle of a step. It also broadcasts before every batch, and the host waits for the
+    result.
     """
     connector = trainer._signal_connector
-    stop.agreed = stop.requeue_agreed = False  # a signal that came too late to end or to save a fit is for what follows
+    stop.agreed = stop.requeue_agreed = False  # a signal that came too late for a fit is for the next run
     # A checkpoint has no gradients, so no run ends between batches whose gradients are added up.
     fitting, batches, validation = TrainerFn.FITTING, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop
     stop.may = may = lambda: trainer.state.fn != fitting or not batches._should_accumulate()
@@ -121,7 +116,7 @@ def stop_together(trainer: Trainer, stop: Stop) -> None:
 
 
 def explained(error: BaseException) -> str:
-    """Tell a rank that waited in vain from one that lost another, and where those are that ended like this one."""
+    """Explain whether a rank waited in vain or lost another, and where the other ranks that ended like this are."""
     here = _place(error)
     others = said("place", here)
     del others[dist.get_rank()]
@@ -139,7 +134,7 @@ def explained(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Describe which call of this package an exception comes from, and the line of a person's code that made it."""
+    """Name the call of this package that raised an exception, and the line of the user's code that made it."""
     if not (frames := traceback.extract_tb(error.__traceback__)) and error.__cause__ is not None:
         return _place(error.__cause__)
     files = [Path(frame.filename) for frame in frames]
@@ -155,19 +150,17 @@ def _place(error: BaseException) -> str:
 
 
 def end_together(error: BaseException, rank: int, launcher: _Launcher | None, stop: Stop) -> None:
-    """What an exception on one rank means for the others, before it goes on its way.
+    """Handle an exception on one rank for the sake of the others, before it is raised further.
 
-    One that only says that another rank is lost is marked as such and lets that rank be heard first. Ranks that never
-    notice are ended. Where all were told to stop, nothing is to be done.
+    An exception that only says that another rank is lost is marked as such, and waits until that rank has reported.
+    Ranks that never notice are ended. If all ranks were told to stop, nothing is done.
 
     Args:
-        launcher: of the Trainer; None: the processes were started from outside.
-        stop: of this rank, which is not told any more once that has ended a run.
+        launcher: launcher of the Trainer; None: the processes were started from outside.
+        stop: stop request of this rank; it is cleared once it has ended a run.
     """
     if stop.agreed and isinstance(error, SIGTERMException):
         stop.asked = False
-        return
-    if isinstance(launcher, MultiProcessingLauncher) and launcher.heard():
         return
     lost = lost_a_rank(error)
     if lost:
@@ -176,7 +169,7 @@ def end_together(error: BaseException, rank: int, launcher: _Launcher | None, st
         error.add_note(text)
     elif dist.is_initialized() and dist.get_world_size() > 1:
         error.add_note(f"rank {rank} ended the run with this")
-    # Lightning destroys NCCL's groups when a process exits, which waits for messages that the others will never send.
+    # Lightning destroys NCCL's groups when a process exits, which waits for messages that no rank will send.
     atexit.unregister(_destroy_dist_connection)
     if isinstance(launcher, ScriptLauncher):
         launcher.failed, launcher.torn_down = error, False
@@ -186,24 +179,24 @@ def end_together(error: BaseException, rank: int, launcher: _Launcher | None, st
         late = threading.Timer(TO_NOTICE, launcher.kill, [signal.SIGKILL])
         late.daemon = True
         late.start()
-    elif lost and STARTED_BY not in os.environ and not stop.asked:  # else whoever did it ends them already
-        # torchrun, SLURM and the process that forked this one take the first rank that ends for the cause.
-        told = threading.Event()
-        with contextlib.suppress(ValueError):  # of another thread than the main one
-            signal.signal(signal.SIGTERM, lambda *_: told.set())
-        told.wait(TO_END)
+    elif lost and STARTED_BY not in os.environ and not stop.asked:  # else the process that did it ends them already
+        # torchrun and SLURM take the first rank that ends for the cause.
+        terminated = threading.Event()
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+        terminated.wait(TO_END)
 
 
 def free(device: torch.device, error: BaseException, save: TrainingState | None) -> bool:
-    """Let a device that waits for messages which no rank will send any more go on, or this process end without it.
+    """Free a device that waits for messages which no rank will send any more, or let this process end without it.
 
     On NCCL a rank's host is ahead of its device, so ranks that were interrupted at different actions leave kernels
-    behind that spin, and whatever waits for the device (``torch.cuda.empty_cache`` does) would wait with it. Where the
-    device ends its work within some seconds nothing is done: a person may catch the exception and go on.
+    behind that spin, and every call that waits for the device (such as ``torch.cuda.empty_cache``) would hang. If the
+    device ends its work within some seconds nothing is done: the user may catch the exception and go on.
 
     Args:
-        error: that this rank ends with.
-        save: a checkpoint that is being written in the background is written first; its messages are the host's.
+        error: exception that ends this rank.
+        save: checkpoints; one that is being written in the background is finished first; its messages are the host's.
 
     Returns:
         Whether the device has ended its work. If not, this process ends within seconds, whatever it waits for.
@@ -212,7 +205,7 @@ def free(device: torch.device, error: BaseException, save: TrainingState | None)
         return True
 
     def wait() -> None:
-        with contextlib.suppress(RuntimeError):  # of kernels, which is told elsewhere
+        with contextlib.suppress(RuntimeError):  # of kernels, reported elsewhere
             torch.cuda.synchronize(device)
 
     waits = threading.Thread(target=wait, name="device", daemon=True)
@@ -226,7 +219,7 @@ def free(device: torch.device, error: BaseException, save: TrainingState | None)
             save.finalize()
     except CheckpointError as fault:
         error.add_note(str(fault))
-    faulthandler.dump_traceback_later(TO_END + TO_NOTICE, exit=True)  # a thread of Python's might never run
+    faulthandler.dump_traceback_later(TO_END + TO_NOTICE, exit=True)  # a Python thread might never run
     _abort_process_group()
     waits.join(TO_END)
     if not waits.is_alive():
@@ -235,7 +228,7 @@ def free(device: torch.device, error: BaseException, save: TrainingState | None)
 
 
 def tear_down(accelerator: Accelerator, launcher: _Launcher | None, *, device_waits: bool) -> None:
-    """End a Trainer's use of the device, which CUDA's accelerator waits for; what follows is a person's."""
+    """End a Trainer's use of the device, for which CUDA's accelerator waits; the user's own code follows."""
     if not device_waits:
         accelerator.teardown()
     if isinstance(launcher, ScriptLauncher):

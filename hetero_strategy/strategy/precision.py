@@ -1,7 +1,7 @@
 """Lightning's precision plugins over modules on many meshes: one global norm, one loss scale.
 
-Clipping looks at all modules of all ranks, and an overflow anywhere skips the optimizer step everywhere. Mixed
-precision is a matter of storage, not of an autocast region: see :class:`Storage`.
+Clipping uses the gradients of all modules on all ranks, and an overflow anywhere skips the optimizer step everywhere.
+Mixed precision is a matter of storage, not of an autocast region: see :class:`Storage`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hetero_strategy.parallelize.gradients import Owned, clip_by_norm, clip_by_v
 from hetero_strategy.parallelize.storage import Storage
 
 OwnedBy = Callable[[Optimizer], Sequence[Owned]]
-"""An optimizer's parameters that this rank owns."""
+"""Function that returns an optimizer's parameters that this rank owns."""
 
 
 class _GlobalClipping:
@@ -38,11 +38,11 @@ class _GlobalClipping:
 
 
 class HeteroPrecision(_GlobalClipping, Precision):
-    """32-true."""
+    """A plugin for 32-true."""
 
 
 class HeteroMixedPrecision(_GlobalClipping, MixedPrecision):
-    """bf16-mixed and 16-mixed: fp32 masters, weights gathered in half precision, in which modules compute."""
+    """A plugin for bf16-mixed and 16-mixed: fp32 masters; gathering and computing in half precision."""
 
     @override
     @contextmanager
@@ -51,11 +51,11 @@ class HeteroMixedPrecision(_GlobalClipping, MixedPrecision):
 
 
 class HeteroHalfPrecision(_GlobalClipping, HalfPrecision):
-    """bf16-true and 16-true, for anything but training."""
+    """A plugin for bf16-true and 16-true, not for training."""
 
 
 class HeteroDoublePrecision(_GlobalClipping, DoublePrecision):
-    """64-true."""
+    """A plugin for 64-true."""
 
 
 _STAND_IN: dict[type, type] = {
@@ -67,42 +67,25 @@ _STAND_IN: dict[type, type] = {
 
 
 def stand_in(plugin: Precision) -> Precision:
-    """The plugin that does the same over many meshes.
-
-    Raises:
-        ConfigError: for a plugin that has none.
-    """
+    """Return the plugin that does the same over many meshes."""
     if isinstance(plugin, _GlobalClipping):
         return plugin
     if type(plugin) not in _STAND_IN:
         names = "32-true, bf16-mixed, bf16-true, 16-mixed, 16-true or 64-true"
         raise ConfigError(f"HeteroStrategy: precision plugin {type(plugin).__name__} is not supported; use {names}")
     kind = _STAND_IN[type(plugin)]
-    made: Precision = object.__new__(kind)
-    made.__dict__.update(plugin.__dict__)
-    scaler = getattr(made, "scaler", None)
+    replacement: Precision = object.__new__(kind)
+    replacement.__dict__.update(plugin.__dict__)
+    scaler = getattr(replacement, "scaler", None)
     if scaler is not None:
         synced = SyncedGradScaler(scaler._device, enabled=scaler.is_enabled())
         synced.load_state_dict(scaler.state_dict())
-        made.scaler = synced  # type: ignore[attr-defined]
-    return made
-
-
-def kept(keep_fp32: Sequence[str] | None) -> tuple[str, ...]:
-    """Names of parameters, with wildcards, as a person lists them.
-
-    Raises:
-        ConfigError: a string, whose letters would be taken for names, or something else.
-    """
-    if isinstance(keep_fp32, str):
-        raise ConfigError(f"HeteroStrategy: keep_fp32={keep_fp32!r} is one string; give a list, [{keep_fp32!r}]")
-    if not isinstance(keep_fp32, Sequence | None):
-        raise ConfigError(f"HeteroStrategy: keep_fp32={keep_fp32!r}; give a list of names, ['llm.*.norm.weight']")
-    return tuple(keep_fp32 or ())
+        replacement.scaler = synced  # type: ignore[attr-defined]
+    return replacement
 
 
 def storage_of(plugin: Precision, keep_fp32: Sequence[str] = ()) -> Storage:
-    """In which dtypes the model's parameters are kept and compute."""
+    """Return the dtypes in which the model's parameters are kept and compute."""
     compute = master = torch.float32
     match plugin:
         case MixedPrecision():
@@ -115,11 +98,7 @@ def storage_of(plugin: Precision, keep_fp32: Sequence[str] = ()) -> Storage:
 
 
 def check_trainable(plugin: Precision, *, fit: bool) -> None:
-    """Refuse to train weights that have no fp32 copy.
-
-    Raises:
-        ConfigError: naming the precision to use.
-    """
+    """Refuse to train weights that have no fp32 copy."""
     if fit and isinstance(plugin, HalfPrecision):
         mixed = plugin.precision.replace("true", "mixed")
         raise ConfigError(
@@ -129,7 +108,7 @@ def check_trainable(plugin: Precision, *, fit: bool) -> None:
 
 
 def seed_scale(plugin: Precision, device: torch.device) -> torch.Tensor | None:
-    """What losses are multiplied by before backward, a scalar tensor; None where nothing scales them."""
+    """Return the factor of losses before backward, a scalar tensor; None if losses are not scaled."""
     scaler = getattr(plugin, "scaler", None)
     enabled = isinstance(scaler, SyncedGradScaler) and scaler.is_enabled()
     return scaler.scale_tensor(device) if enabled else None  # type: ignore[union-attr]
@@ -139,7 +118,7 @@ class SyncedGradScaler(torch.amp.GradScaler):
     """A GradScaler whose overflow check covers all ranks: they skip a step together or not at all."""
 
     def scale_tensor(self, device: torch.device) -> torch.Tensor:
-        """The current scale, a scalar tensor; no host sync."""
+        """Return the current scale, a scalar tensor; no host sync."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
@@ -159,10 +138,10 @@ class SyncedGradScaler(torch.amp.GradScaler):
         grads = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         device = grads[0].device if grads else torch.device(self._device)
         inverse = self.scale_tensor(device).double().reciprocal().float()
-        found = torch.zeros((), dtype=torch.float32, device=device)
+        found_inf = torch.zeros((), dtype=torch.float32, device=device)
         for dtype in {g.dtype for g in grads}:
-            torch._amp_foreach_non_finite_check_and_unscale_([g for g in grads if g.dtype == dtype], found, inverse)
+            torch._amp_foreach_non_finite_check_and_unscale_([g for g in grads if g.dtype == dtype], found_inf, inverse)
         if dist.is_initialized():
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        state["found_inf_per_device"] = {device: found}
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+        state["found_inf_per_device"] = {device: found_inf}
         state["stage"] = torch.amp.grad_scaler.OptState.UNSCALED

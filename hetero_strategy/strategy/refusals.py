@@ -1,13 +1,11 @@
-"""What options cannot be, and what of Lightning cannot work when no rank has the whole model, refused before anything
-is computed.
-"""
+"""Early checks: invalid options, and Lightning features that need the whole model on one rank."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,19 +31,12 @@ from torch.utils.data import DataLoader, RandomSampler
 from torchmetrics import Metric
 
 from hetero_strategy.checkpoint.codec import encode
-from hetero_strategy.errors import FLAG, Allowed, ConfigError, one_of
+from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.model.multimodal import MultimodalModel
+from hetero_strategy.schedule.policies import schedule_policy
 
-OPTIONS: dict[str, Allowed] = {
-    "start_method": one_of("popen", "fork", "spawn"),
-    "process_group_backend": (
-        "a backend that torch knows, such as gloo, or None: by device",
-        lambda v: v is None or (isinstance(v, str) and _known_backends(v)),
-    ),
-    **dict.fromkeys(("async_tp", "async_checkpoint", "verify_checkpoints"), FLAG),
-}
 CALLBACKS: dict[type, str] = {
     WeightAveraging: "copies the whole model on every rank, and no rank has it; remove the callback",
     StochasticWeightAveraging: "copies the model before it is built in configure_model; remove the callback",
@@ -68,21 +59,41 @@ OF_PARTS = (
     "meta tensor",
     "its data is not allocated yet",
 )
-"""In what torch says of code that takes a rank's parameters for whole tensors."""
+"""Phrases in torch's errors about code that takes a rank's parameters for whole tensors."""
+
+
+def read_layouts(layouts: Mapping[str, Any] | str | None, schedule: str) -> dict[str, ModuleLayout] | None:
+    """Read the layouts option; None: the layouts follow from the model."""
+    if layouts == "auto":
+        check_planned_schedule(schedule)
+    if layouts is None or layouts == "auto":
+        return None
+    if not isinstance(layouts, Mapping):
+        raise ConfigError(f"HeteroStrategy: layouts={layouts!r}; use 'auto', or a mapping of modules to their layouts")
+    return {name: ModuleLayout.from_config(name, layout) for name, layout in layouts.items()}
+
+
+def check_planned_schedule(schedule: str) -> None:
+    """Refuse a schedule that plans cannot keep."""
+    if schedule != "auto" and schedule_policy(schedule).virtual in ("loop", "v"):
+        raise ConfigError(
+            f"schedule={schedule!r}: plans choose virtual stages and the schedule that goes with them; leave it out, or"
+            " give layouts"
+        )
 
 
 def _known_backends(name: str) -> bool:
-    """Whether torch knows what is meant by ``gloo`` or ``cpu:gloo,cuda:nccl``; a dry run needs no more."""
+    """Return whether torch knows all backends in ``gloo`` or ``cpu:gloo,cuda:nccl``; a dry run needs no more."""
     known = {*dist.Backend.backend_list} - {dist.Backend.UNDEFINED}
     return all(one.rpartition(":")[2].lower() in known for one in name.split(","))
 
 
-def check_trainer(trainer: Trainer) -> None:
-    """Refuse callbacks that need the whole model, checkpoints by a plugin, at an address or linked to before they are
-    written, and validation by time.
+Backend = Annotated[str, ("a backend that torch knows, such as gloo,", _known_backends)]
 
-    Raises:
-        ConfigError: naming the callback, plugin or option, why, and what to do.
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuse unsupported features of a Trainer: callbacks that need the whole model, checkpoints by a plugin, at an
+    address or linked before they are written, and validation by time.
     """
     plugin = trainer.strategy._checkpoint_io
     if plugin is not None and type(plugin) is not TorchCheckpointIO:  # which Lightning makes by itself
@@ -110,8 +121,8 @@ def check_trainer(trainer: Trainer) -> None:
     fits = trainer.state.fn == TrainerFn.FITTING
     for saving in (c for c in callbacks if isinstance(c, Checkpoint)):
         near_logger = fits and trainer.loggers and isinstance(saving, ModelCheckpoint)
-        beside = trainer.loggers[0].save_dir if near_logger else None
-        check_folder(getattr(saving, "dirpath", None) or beside or trainer.default_root_dir)
+        log_folder = trainer.loggers[0].save_dir if near_logger else None
+        check_folder(getattr(saving, "dirpath", None) or log_folder or trainer.default_root_dir)
         if type(saving).on_exception in (ModelCheckpoint.on_exception, OnExceptionCheckpoint.on_exception):
             saving.on_exception = partial(_where_all_stop, type(saving).on_exception, saving)  # type: ignore[method-assign]
     if fits and any(isinstance(c, Checkpoint) for c in callbacks):
@@ -133,11 +144,7 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def check_anomaly(trainer: Trainer, layouts: Mapping[str, ModuleLayout]) -> None:
-    """Refuse a search for NaNs in tensor-parallel gradients, which torch cannot look into.
-
-    Raises:
-        ConfigError: naming the module.
-    """
+    """Refuse a search for NaNs in tensor-parallel gradients, which torch does not support."""
     for name, layout in layouts.items():
         if trainer._detect_anomaly and layout.tp > 1:
             raise ConfigError(
@@ -147,11 +154,7 @@ def check_anomaly(trainer: Trainer, layouts: Mapping[str, ModuleLayout]) -> None
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], world_size: int) -> list[Optimizer]:
-    """Refuse an optimizer that needs all parameters on one rank; return those that step.
-
-    Raises:
-        ConfigError: naming it.
-    """
+    """Refuse an optimizer that needs all parameters on one rank; return the real optimizers."""
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS) and world_size > 1:
             raise ConfigError(
@@ -162,7 +165,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], world_size: int) -> list[O
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether W&B reads gradients or parameters in hooks."""
+    """Return whether W&B reads gradients or parameters in hooks."""
     hooks = [hook for part in module.modules() for hook in part._forward_hooks.values()]
     reading = [hook for hook in hooks if "add_log_parameters_hook" in getattr(hook, "__qualname__", "")]
     reading += [hook for p in module.parameters() for hook in (p._backward_hooks or {}).values()]
@@ -170,17 +173,17 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def note_parts(exception: BaseException) -> None:
-    """Add to what torch says of code that takes this rank's part of a model for all of it."""
-    said = str(exception)
-    if isinstance(exception, (RuntimeError, TypeError, AssertionError)) and any(words in said for words in OF_PARTS):
+    """Add an explanation to torch's error when code takes this rank's part of a model for the whole."""
+    message = str(exception)
+    if isinstance(exception, (RuntimeError, TypeError, AssertionError)) and any(words in message for words in OF_PARTS):
         exception.add_note(PARTS)
 
 
 def _where_all_stop(save: Callable[..., None], callback: Checkpoint, trainer: Trainer, *given: Any) -> None:
-    """Let a callback save on an exception only where all ranks do: it would note as its last checkpoint one that is
-    never written, and let go of the one before.
+    """Let a callback save on an exception only if all ranks do: otherwise it would note a checkpoint that is never
+    written as its last, and delete the one before.
     """
-    alone = getattr(trainer.strategy, "ends_alone", bool)  # the callback may come to another strategy later
+    alone = getattr(trainer.strategy, "ends_alone", bool)  # the callback may be reused with another strategy
     if not alone():
         save(callback, trainer, *given)
     elif getattr(callback, "save_on_exception", True):
@@ -188,10 +191,8 @@ def _where_all_stop(save: Callable[..., None], callback: Checkpoint, trainer: Tr
 
 
 def _check_hparams(trainer: Trainer) -> None:
-    """Hyperparameters have a form in checkpoints, or the first save would end the run. Hooks may give them one.
-
-    Raises:
-        CheckpointError: naming what has none.
+    """Check that checkpoints can hold the hyperparameters: otherwise the first save would end the run. Hooks may
+    convert them.
     """
     hooks = {LightningModule.on_save_checkpoint, Callback.on_save_checkpoint}
     modules = [m for m in (trainer.lightning_module, getattr(trainer, "datamodule", None)) if m is not None]
@@ -203,7 +204,7 @@ def _check_hparams(trainer: Trainer) -> None:
 
 
 def metrics_of(trainer: Trainer) -> Iterator[Metric]:
-    """Yield the torchmetrics of the LightningModule and of callbacks, in lists and dicts that they hold too."""
+    """Yield the torchmetrics of the LightningModule and of callbacks, also in their lists and dicts."""
     for holder in (trainer.lightning_module, *cast(Any, trainer).callbacks):
         yield from _metrics_in([holder, *vars(holder).values()], 3)
 
@@ -217,11 +218,7 @@ def _metrics_in(held: object, depth: int) -> Iterator[Metric]:
 
 
 def check_folder(path: str | os.PathLike[str]) -> None:
-    """Refuse an address, such as ``s3://bucket/run``: as a path it would be a folder ``s3:`` of the working folder.
-
-    Raises:
-        ConfigError: with what to do.
-    """
+    """Refuse an address, such as ``s3://bucket/run``: as a path it would be a folder ``s3:`` of the working folder."""
     if "://" in os.fspath(path):
         raise ConfigError(
             f"HeteroStrategy: checkpoints cannot lie at {os.fspath(path)}: all ranks write files of one folder;"
@@ -231,11 +228,7 @@ def check_folder(path: str | os.PathLike[str]) -> None:
 
 
 def trains(model: MultimodalModel, module: LightningModule | None) -> bool:
-    """Whether a call of the model is a step of training.
-
-    Raises:
-        ConfigError: the model is in evaluation mode in ``training_step``, where gradients are wanted.
-    """
+    """Return whether a call of the model is a training step."""
     in_step = module is not None and module._current_fx_name == "training_step"
     if in_step and not model.training and torch.is_grad_enabled():
         raise ConfigError(
@@ -246,11 +239,10 @@ def trains(model: MultimodalModel, module: LightningModule | None) -> bool:
 
 
 def check_dataloader(dataloader: object, *, placed: bool, alone: bool) -> None:
-    """Refuse a shuffled DataLoader, as ranks would draw different samples, one of a data module that knows of no
-    layouts where this rank is not ``alone``, and any before the model is ``placed``.
+    """Refuse a DataLoader that does not work with many ranks.
 
-    Raises:
-        ConfigError: with what to do.
+    Refused are a shuffled one, as ranks would draw different samples; the loader of a data module that knows no
+    layouts, unless this rank is ``alone``; and any loader before the model is ``placed``.
     """
     if not placed:
         raise ConfigError(

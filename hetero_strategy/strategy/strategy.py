@@ -1,4 +1,4 @@
-"""`HeteroStrategy`: the only room that speaks Lightning's Strategy protocol. It delegates to the other rooms."""
+"""The Lightning strategy, `HeteroStrategy`: the only module of the package that implements Lightning's protocol."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
+from importlib import import_module
 from typing import Any, Literal, cast
 
 import torch
@@ -25,34 +25,25 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch.optim import Optimizer
 
-from hetero_strategy.errors import ConfigError, check_options
-from hetero_strategy.layout.placement import Placement, place
-from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.errors import ConfigError, check_types
+from hetero_strategy.layout.spec import ModuleLayout, Placement, place
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.context import TrainingContext
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.model.without_values import models_without_values, nothing_lost
-from hetero_strategy.parallelize.compile import compiles
-from hetero_strategy.parallelize.float8 import float8s, use_float8
 from hetero_strategy.parallelize.gradients import Owned, global_norm
-from hetero_strategy.parallelize.kernels import async_tp, known_flash, use_async_tp, use_flash
-from hetero_strategy.parallelize.offload import offloads
 from hetero_strategy.parallelize.optimizer import choose_kernels
-from hetero_strategy.parallelize.recompute import recomputes
-from hetero_strategy.planner.context import aligned_rows
-from hetero_strategy.planner.given import check_schedule
+from hetero_strategy.parallelize.transform import Transform
+from hetero_strategy.parallelize.transforms import Transforms, read_transforms
 from hetero_strategy.runtime.agreement import Stop
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.runtime.memory import out_of_memory
-from hetero_strategy.runtime.side_stream import prefer_others
 from hetero_strategy.runtime.step import StepRunner
-from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.schedule.config import Reshard, ScheduleConfig
 from hetero_strategy.strategy.assembly import Assembled, assemble, find_model, move_rest
-from hetero_strategy.strategy.auto import choose, given
-from hetero_strategy.strategy.checkpoints import OwnCheckpoints
+from hetero_strategy.strategy.blueprint import Options, checked_blueprint
 from hetero_strategy.strategy.ending import end_together, free, stop_together, tear_down
 from hetero_strategy.strategy.launch import (
-    MultiProcessingLauncher,
     ScriptLauncher,
     bound_device,
     check_process_count,
@@ -60,21 +51,21 @@ from hetero_strategy.strategy.launch import (
     minutes,
     prepare_device,
 )
-from hetero_strategy.strategy.precision import check_trainable, kept, seed_scale, stand_in, storage_of
+from hetero_strategy.strategy.many_ranks import ManyRanks, about_to_zero_gradients
+from hetero_strategy.strategy.precision import check_trainable, seed_scale, stand_in, storage_of
 from hetero_strategy.strategy.refusals import (
-    OPTIONS,
+    Backend,
     check_dataloader,
     check_optimizers,
     check_trainer,
     note_parts,
+    read_layouts,
     trains,
 )
-from hetero_strategy.strategy.row_caches import RowCaches
-from hetero_strategy.strategy.zeroing import about_to_zero_gradients
 
 
-class HeteroStrategy(OwnCheckpoints):
-    """Trains a :class:`MultimodalModel` with every module in its own layout, on its own ranks.
+class HeteroStrategy(ManyRanks):
+    """A strategy that trains a :class:`MultimodalModel` with every module in its own layout, on its own ranks.
 
     ``Trainer(strategy=HeteroStrategy(layouts={...}))``; the LightningModule stays an ordinary one that builds its model
     in ``configure_model`` and calls ``self.model(batch)``. Every rank sees the same outputs, so logging, callbacks and
@@ -82,41 +73,35 @@ class HeteroStrategy(OwnCheckpoints):
 
     Args:
         layouts: module name -> :class:`ModuleLayout` or its fields; ``auto``: the planner chooses, also schedule, fill,
-            pieces, prefetch, recompute and reshard_after_forward if not given, and the data module's microbatches if
-            these are ``auto``. None (``strategy="hetero"``): every module sharded over all ranks.
-        recompute: modules that compute activations again in backward; by module: all, every 2, all but matmuls, whole.
-        offload: modules whose blocks keep activations in host memory until backward; by module: all, every 2.
-        compile: modules whose blocks and loss torch compiles, for any number of rows; or by module: the backend.
-        float8: modules whose blocks multiply in float8 (torchao); or by module: the recipe.
-        attention: flash kernels of another package on GPUs that have them: ``FA3``, ``FA4``; None: as torch is set.
-        async_tp: torch's compiler overlaps matmuls with tensor-parallel collectives, between GPUs that share memory.
-        schedule: in which order a step's work runs: ``1f1b``, ``gpipe``, ``interleaved_1f1b`` (modules with vpp > 1),
-            ``zb_h1``, ``zbv`` (vpp=2, pp_style="v"), ``sequential``; or ``auto``: what the layouts are made for.
-        max_in_flight: module -> most microbatches whose activations one of its stages holds.
-        reshard_after_forward: when FSDP frees gathered parameters: ``never`` within a step (they are gathered once and
-            gradients reduced once), ``always`` (with every microbatch), or ``auto``: never where a module is
-            pipelined, fills bubbles or runs ahead, or where the schedule splits backwards; or as planned.
-        fill: how modules that feed a pipeline on their ranks use its bubbles: ``fine`` (wherever a rank idles),
-            ``search`` (made shorter), ``coarse`` (around its work), ``decoupled`` (recomputed), ``none``;
-            ``auto``: none, or as planned.
-        pieces: module that fills -> parts of about equal cost in which its ranks cut forwards and backwards to fit.
-        prefetch: frozen encoder -> 1: in a step's bubbles it works for the next step, whose rows are held meanwhile.
-        tp_bubbles: module -> share of its time in which its ranks wait for tensor-parallel collectives and others can
-            compute: what fills then runs there, too, on a CUDA stream of its own.
-        cache: encoder with a frozen backbone -> folder: the backbone's rows are written once per item and then read.
-        islands: parts of all modules' instances that exchange rows only within: bounds whom a rank meets.
-        start_method: ``popen`` (re-runs the script per process), ``fork`` or ``spawn``. Ignored under torchrun, SLURM.
-        process_group_backend: default: by device.
-        timeout: of every collective; a number is minutes.
-        step_timeout: the same once the first step of training, which connects and compiles, is over, where it is
-            shorter; None: ``timeout``. More than two steps take. gloo's messages between two ranks keep ``timeout``.
+            recompute and reshard_after_forward if not given, and the data module's microbatches if these are ``auto``.
+            None (``strategy="hetero"``): every module sharded over all ranks.
+        transforms: changes of modules' stages: module -> transforms, as ``[Recompute(), Compile()]``, or module ->
+            name -> setting, as ``{"recompute": "whole"}``. ``recompute``: activations are computed again in backward.
+            ``offload``: they wait in host memory. ``compile``: torch compiles blocks and loss. ``float8``: blocks
+            multiply in float8 (torchao).
+        schedule: order of a step's work: ``1f1b``, ``gpipe``, ``interleaved_1f1b`` (modules with vpp > 1), ``zb_h1``,
+            ``zbv`` (vpp=2, pp_style="v"), ``sequential``; torch.distributed.pipelining's by name, such as
+            ``DualPipeV``; or ``auto``: the one that fits the layouts.
+        max_in_flight: most microbatches whose activations a stage of a module holds, by module.
+        reshard_after_forward: time at which FSDP frees gathered parameters: ``never`` within a step (they are gathered
+            once and gradients reduced once), ``always`` (with every microbatch), or ``auto``: as planned, else
+            ``never`` if a module is pipelined or fills bubbles or the schedule splits backwards.
+        fill: use of a pipeline's bubbles by modules that feed it on its ranks: ``fine`` (wherever a rank idles),
+            ``decoupled`` (around the pipeline's work, recomputed), ``none``, or your own; ``auto``: none, or as
+            planned.
+        pieces: number of parts of about equal cost into which a filling module's forwards and backwards are cut, by
+            module.
+        process_group_backend: backend of torch.distributed; default: by device.
+        timeout: timeout of every collective; a number is minutes.
+        step_timeout: shorter timeout for collectives after the first training step, which connects and compiles. Choose
+            more than the time of two steps. None: use ``timeout``. gloo's messages between two ranks keep ``timeout``.
         async_checkpoint: write checkpoints in the background, while training goes on.
-        verify_checkpoints: compare the checksums of all tensors that are loaded with those they were saved with.
+        verify_checkpoints: compare the checksum of every loaded tensor with the saved one.
         keep_fp32: parameters, as ``llm.*.router.*``, whose layers compute in fp32 in mixed precision.
 
     Raises:
-        LayoutError: when the Trainer is made, before any process starts: layouts that cannot be placed.
-        ConfigError: an option that is refused.
+        LayoutError: the layouts cannot be placed; raised when the Trainer is made, before any process starts.
+        ConfigError: an option is not valid.
     """
 
     strategy_name = "hetero"
@@ -126,23 +111,13 @@ class HeteroStrategy(OwnCheckpoints):
         self,
         layouts: Mapping[str, ModuleLayout | Mapping[str, Any]] | Literal["auto"] | None = None,
         *,
-        recompute: Sequence[str] | Mapping[str, str] | None = None,
-        offload: Sequence[str] | Mapping[str, str] | None = None,
-        compile: Sequence[str] | Mapping[str, str] | None = None,
-        float8: Sequence[str] | Mapping[str, str] | None = None,
-        attention: str | None = None,
-        async_tp: bool = False,
+        transforms: Mapping[str, Sequence[Transform] | Mapping[str, Any]] | None = None,
         schedule: str = "auto",
         max_in_flight: Mapping[str, int] | None = None,
-        reshard_after_forward: str = "auto",
+        reshard_after_forward: Reshard = "auto",
         fill: str = "auto",
         pieces: Mapping[str, int] | None = None,
-        prefetch: Mapping[str, int] | None = None,
-        tp_bubbles: Mapping[str, float] | None = None,
-        cache: Mapping[str, str | Path] | None = None,
-        islands: int = 1,
-        start_method: str = "popen",
-        process_group_backend: str | None = None,
+        process_group_backend: Backend | None = None,
         timeout: timedelta | float = timedelta(minutes=30),
         step_timeout: timedelta | float | None = timedelta(minutes=10),
         async_checkpoint: bool = False,
@@ -150,31 +125,22 @@ class HeteroStrategy(OwnCheckpoints):
         keep_fp32: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        check_options(
-            "HeteroStrategy", OPTIONS, start_method=start_method, process_group_backend=process_group_backend,
-            async_tp=async_tp, async_checkpoint=async_checkpoint, verify_checkpoints=verify_checkpoints,
+        check_types(
+            "HeteroStrategy", HeteroStrategy.__init__,
+            process_group_backend=process_group_backend, async_checkpoint=async_checkpoint,
+            verify_checkpoints=verify_checkpoints, schedule=schedule, fill=fill,
+            reshard_after_forward=reshard_after_forward, keep_fp32=keep_fp32,
         )  # fmt: skip
-        self._auto, self._layouts = layouts == "auto", given(layouts)
-        self.recompute, self.offload = recomputes(recompute), offloads(offload)
-        self.compile, self._float8 = compiles(compile), float8s(float8)
-        self._attention, self._async_tp = known_flash(attention), async_tp
-        self._scheduling = ScheduleConfig(
-            schedule, max_in_flight or {}, reshard_after_forward, fill, pieces or {}, prefetch or {}, islands,
-            tp_bubbles or {},
-        )  # fmt: skip
-        if self._auto:
-            check_schedule(schedule)
-        if tp_bubbles and (async_tp or self._auto):
-            option = "async_tp" if async_tp else "layouts='auto'"
-            why = "fused operators of two streams would share buffers" if async_tp else "plans do not choose it"
-            raise ConfigError(f"HeteroStrategy: tp_bubbles={tp_bubbles} with {option}: {why}; leave one of them out")
-        self._start_method, self._process_group_backend = start_method, process_group_backend
+        self._auto, self._layouts = layouts == "auto", read_layouts(layouts, schedule)
+        self.transforms: Transforms = read_transforms(transforms)
+        self._scheduling = ScheduleConfig(schedule, max_in_flight or {}, reshard_after_forward, fill, pieces or {})
+        self._process_group_backend = process_group_backend
         self._timeout = minutes("timeout", timeout)
         short = self._timeout if step_timeout is None else minutes("step_timeout", step_timeout)
         self._step_timeout = min(short, self._timeout)
-        self._async_checkpoint, self._verify, self._keep_fp32 = async_checkpoint, verify_checkpoints, kept(keep_fp32)
+        self._async_checkpoint, self._verify = async_checkpoint, verify_checkpoints
+        self._keep_fp32 = tuple(keep_fp32 or ())
         self.num_nodes, self._prefix, self._stop, self._device_waits = 1, "", Stop(), False
-        self.row_caches = RowCaches(cache)
         self._placement: Placement | None = None
         self._multimodal: MultimodalModel | None = None
         self._runner: StepRunner | None = None
@@ -185,19 +151,21 @@ class HeteroStrategy(OwnCheckpoints):
 
     @property
     def placement(self) -> Placement | None:
-        """Resolved layouts of all modules over the world; without ``layouts`` None until the model is configured."""
+        """Return the resolved layouts of all modules over the world; without ``layouts`` None until the model is
+        configured.
+        """
         return self._placement
 
     @property
     def executor(self) -> Executor:
-        """What runs steps on this rank; after ``setup``."""
+        """Return the executor of this rank's steps; available after ``setup``."""
         assert self._runner is not None
         return self._runner.executor
 
     @property
     def background(self) -> dist.ProcessGroup:
-        """All ranks, on the host: for what runs beside training; after ``setup``. A save that is under way in another
-        thread, which talks there too, is waited for.
+        """Return the group of all ranks on the host for work beside training; available after ``setup``. Wait for a
+        save under way in another thread, which uses the group too.
         """
         assert self._assembled is not None
         self._assembled.state.finalize()
@@ -205,19 +173,19 @@ class HeteroStrategy(OwnCheckpoints):
 
     @property
     def context(self) -> TrainingContext:
-        """What the data module has to know; model and groups from ``setup`` on."""
+        """Return the context for the data module; model and groups are set from ``setup`` on."""
         context = TrainingContext(self._placement, placed_later=self._placement is None)
-        if self._assembled is None or self._multimodal is None or self._placement is None:
+        if self._assembled is None:
             return context
-        made = self._assembled
+        assembled = self._assembled
         return replace(
             context,
             microbatches=self._planned_microbatches,
-            row_multiple=aligned_rows(self._multimodal.language_models(), self._placement.layouts),
-            model=made.context,
+            row_multiple=assembled.plan.row_multiple,
+            model=assembled.plan.context(self.num_processes),
             rank=self.global_rank,
-            compiler=made.executor.compiler,
-            group=made.registry.loading,
+            compiler=assembled.executor.compiler,
+            group=assembled.registry.loading,
             compute_dtype=storage_of(self.precision_plugin).narrow,
         )
 
@@ -234,7 +202,7 @@ class HeteroStrategy(OwnCheckpoints):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """One logical replica: every rank walks the same global batches."""
+        """Return one logical replica: every rank walks the same global batches."""
         return {"num_replicas": 1, "rank": 0}
 
     def set_world_ranks(self) -> None:
@@ -255,19 +223,12 @@ class HeteroStrategy(OwnCheckpoints):
         if self.cluster_environment.creates_processes_externally:
             die_with_script()
             return
-        if self._start_method == "popen":
-            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-        else:
-            self._launcher = MultiProcessingLauncher(self, start_method=self._start_method)  # type: ignore[arg-type]
+        self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _check_names(self) -> None:
         """Refuse options of modules that have no layout, before processes start."""
         scheduling, known = self._scheduling, [*(self._layouts or {})]
-        by_option: dict[str, Mapping[str, object]] = {
-            "recompute": self.recompute, "offload": self.offload, "compile": self.compile, "float8": self._float8,
-            "pieces": scheduling.pieces, "prefetch": scheduling.prefetch, "tp_bubbles": scheduling.tp_bubbles,
-            "cache": self.row_caches.folders,
-        }  # fmt: skip
+        by_option: dict[str, Mapping[str, object]] = {"transforms": self.transforms, "pieces": scheduling.pieces}
         for option, named in by_option.items():
             if unknown := [repr(name) for name in named if name not in known]:
                 raise ConfigError(
@@ -280,12 +241,10 @@ class HeteroStrategy(OwnCheckpoints):
             check_trainer(trainer)
             check_trainable(self.precision_plugin, fit=trainer.state.fn == TrainerFn.FITTING)
             stop_together(trainer, self._stop)
-            # A sampler put in by Lightning shuffles training data even where it is not to be shuffled.
+            # Lightning's own sampler would shuffle training data even with shuffling off.
             trainer._accelerator_connector.use_distributed_sampler = False
-        prepare_device(self.root_device, streams=bool(self._scheduling.tp_bubbles))
+        prepare_device(self.root_device)
         super().setup_environment()
-        if self._scheduling.tp_bubbles and self.root_device.type == "cuda":
-            prefer_others(self.root_device)
         assert self.cluster_environment is not None
         reset_seed()
         self.set_world_ranks()
@@ -307,8 +266,10 @@ class HeteroStrategy(OwnCheckpoints):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """The model is built on the meta device: no rank ever holds a module that it does not own. What is made beside
-        it, and modules given to it with values, are made from one random state on all ranks.
+        """Build the model on the meta device, so that no rank ever holds a module that it does not own.
+
+        Other objects made here, and modules given to the model with values, are made from one random state on all
+        ranks.
         """
         torch.set_rng_state(self.broadcast(torch.get_rng_state()))
         with models_without_values(), nothing_lost(), self.precision_plugin.tensor_init_context():
@@ -332,31 +293,28 @@ class HeteroStrategy(OwnCheckpoints):
         self._prefix, self._multimodal = find_model(module, partial(self.reduce_boolean_decision, all=False))
         self.model = self.precision_plugin.convert_module(module)
         storage = storage_of(self.precision_plugin, self._keep_fp32)
-        if self._placement is None:
-            chosen = choose(self, self._multimodal, module.trainer, storage, self._scheduling, plan=self._auto)
-            self.recompute = self.recompute or dict(chosen.recompute)
+        if self._placement is None and self._auto:
+            planner = import_module("hetero_strategy.planner.auto")  # which no lower room imports
+            chosen = planner.choose(self, self._multimodal, module.trainer, storage, self._scheduling)
+            self.transforms = chosen.transforms
             self._scheduling = self._scheduling.instead_of_auto(chosen.scheduling)
             self._placement = place(chosen.layouts, self.world_size)
-            self._planned_microbatches = chosen.microbatches if self._auto else None
-        layouts = self._placement.layouts
-        use_flash(self._attention, self.root_device)
-        modules = self._multimodal.modules_by_name
-        asynchronous = async_tp(self._async_tp, modules, layouts, self.compile, self.root_device)
-        use_float8(self._float8, modules, layouts, storage.compute, self.root_device)
+            self._planned_microbatches = chosen.microbatches
+        elif self._placement is None:
+            everywhere = ModuleLayout(tuple(range(self.world_size)))
+            self._placement = place(dict.fromkeys(self._multimodal.modules_by_name, everywhere), self.world_size)
+        plan = checked_blueprint(self._multimodal, self._placement, Options(self._scheduling, self.transforms, storage))
         self._assembled = assembled = assemble(
-            self._prefix, self._multimodal, self._placement, self.global_rank, self.root_device,
-            ranks_per_node=self.num_processes, storage=storage, scheduling=self._scheduling, recompute=self.recompute,
-            offload=self.offload, compile=self.compile, timeout=self._timeout, async_checkpoint=self._async_checkpoint,
+            self._prefix, self._multimodal, plan, self.global_rank, self.root_device,
+            timeout=self._timeout, async_checkpoint=self._async_checkpoint,
         )  # fmt: skip
-        graph = assembled.executor.compiler.graph
+        graph = plan.graph
         if self._scheduling.fills and not graph.filling and all(node.cohort < 0 for node in graph.stages):
             rank_zero_warn(
                 f"HeteroStrategy: fill={self._scheduling.fill!r} does nothing: no module shares ranks with a pipeline"
                 " that its rows reach"
             )
-        meshes = [mesh for name in asynchronous if (mesh := assembled.registry.mesh(name)) is not None]
-        use_async_tp([mesh.get_group("tp") for mesh in meshes])
-        self._owned, self.recompute, model = assembled.owned, dict(assembled.recompute), self._multimodal
+        self._owned, self.transforms, model = assembled.owned, plan.options.transforms, self._multimodal
         self._runner = StepRunner(
             assembled.executor,
             [o.parameter for o in self._owned.values()],
@@ -375,7 +333,7 @@ class HeteroStrategy(OwnCheckpoints):
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
-        trainer.fit_loop._combined_loader = None  # made, before a checkpoint is read, for who asks how long a run is
+        trainer.fit_loop._combined_loader = None  # made early if something asked for the length of the run
         stepping = check_optimizers(self.optimizers, self.world_size)
         choose_kernels(stepping, self._owned, partial(self.reduce_boolean_decision, all=False))
 
@@ -389,20 +347,19 @@ class HeteroStrategy(OwnCheckpoints):
     def model_to_device(self) -> None: ...
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """A :class:`Batch` stays on the host: each microbatch's part goes to the device just before it is computed."""
+        """Leave a :class:`Batch` on the host: each microbatch's part goes to the device just before it is computed."""
         if isinstance(batch, Batch) and self.lightning_module is not None:
             return self.lightning_module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def process_dataloader(self, dataloader: object) -> object:
         check_dataloader(dataloader, placed=self._assembled is not None, alone=self.world_size == 1)
-        self.row_caches.attach(dataloader, self.executor, self.broadcast)
         return dataloader
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """All ranks end; the one with the cause is heard."""
+        """End all ranks; report the error of the rank that is the cause."""
         if isinstance(exception, torch.OutOfMemoryError) and self._runner is not None:
             exception.add_note(out_of_memory(self.executor, self.optimizers))
         note_parts(exception)
@@ -416,7 +373,6 @@ class HeteroStrategy(OwnCheckpoints):
         if self._multimodal is not None and self._runner is not None:
             self._runner.garbage.stop()
             self._multimodal.detach()
-        self.row_caches.close()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -12,24 +13,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.pipelines import Setting
+from hetero_strategy.boundary import transport
 from hetero_strategy.boundary.route import Transfer
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout import ModuleLayout, registry
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.plan.config import BalanceConfig
-from hetero_strategy.plan.orchestrator import plan_step
-from hetero_strategy.planner.context import aligned_rows
+from hetero_strategy.profiling.stage_memory import blocks_of, stage_bytes
 from hetero_strategy.runtime.connect import message_buffers
 from hetero_strategy.schedule import compile as compiling
 from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.schedule.compile import StepCompiler, StepProgram
+from hetero_strategy.simulator.cost_model import MIXED as HALF
 from hetero_strategy.strategy import coverage
 from hetero_strategy.strategy.assembly import assemble
+from hetero_strategy.strategy.blueprint import Options, checked_blueprint
 from hetero_strategy.strategy.dry_run import DryRun, dry_run
+from hetero_strategy.testing import Pool, Setting
 from recipes.dry_run import report
-from tests.distributed.harness import Pool
 
 MIXED = Storage(torch.bfloat16, torch.float32)
 SIZES: dict[str, Any] = {"vision": (64, 2), "audio": (64, 1), "llm": (128, 4), "samples": 8, "microbatches": 2}
@@ -50,7 +52,8 @@ FOUR = {
 
 
 def dry(setting: Setting, **options: Any) -> DryRun:
-    found: dict[str, Any] = {"world_size": setting.world, "microbatches": setting.microbatches, "storage": MIXED}
+    found: dict[str, Any] = {"world_size": setting.world, "microbatches": setting.microbatches}
+    found["options"] = Options(setting.scheduling, storage=MIXED)
     return dry_run(setting.model(), setting.layouts, [setting.metadata(0)], **(found | options))
 
 
@@ -67,45 +70,36 @@ class Real:
 
 def really(rank: int, world: int, setting: Setting) -> Real:
     counts: Counter[str] = Counter()
-    new_group, operation = dist.new_group, dist.P2POp
+    new_group, start = dist.new_group, transport.start_messages
 
     def group(ranks: Any = None, **options: Any) -> Any:
         counts["groups"] += ranks is not None and len(ranks) > 1 and rank in ranks
         return new_group(ranks, **options)
 
-    def message(op: Any, *rest: Any) -> Any:
-        counts["connections"] += op is dist.isend
-        return operation(op, *rest)
+    def started(wire: transport.Wire, messages: Sequence[transport.WireMessage]) -> Any:
+        counts["connections"] += sum(message.sends for message in messages)
+        return start(wire, messages)
 
-    with patch.object(dist, "new_group", group), patch.object(dist, "P2POp", message):
-        made = assemble(
-            "model", setting.model(), setting.placement, rank, torch.device("cpu"), storage=MIXED,
-            scheduling=setting.scheduling,
-        )  # fmt: skip
-    instances = setting.placement.instances()
-    plan = plan_step(
-        setting.metadata(0),
-        instances,
-        ("llm",),
-        microbatches=setting.microbatches,
-        row_multiple=aligned_rows(setting.model().language_models(), setting.placement.layouts),
-        balancing=BalanceConfig().resolve(instances, made.context),
-    )
+    with patch.object(dist, "new_group", group), patch.object(transport, "start_messages", started):
+        planned = checked_blueprint(setting.model(), setting.placement, Options(setting.scheduling, storage=MIXED))
+        made = assemble("model", setting.model(), planned, rank, torch.device("cpu"))
+    plan = planned.plan_step(setting.metadata(0), BalanceConfig(), world, microbatches=setting.microbatches)
     return Real(
         {name.removeprefix("model."): tuple(local(x).shape) for name, x in made.state.model_tensors().items()},
-        sum(local(p).nbytes for own in made.executor.parameters.values() for p in own),
+        sum(local(p).nbytes for own in made.executor.local.values() for p in own.parameters),
         counts["groups"],
         counts["connections"],
         made.executor.compiler.program(plan, rank=rank, train=True),
     )
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", FOUR)
 def test_a_dry_run_builds_what_processes_build(pool: Pool, name: str) -> None:
     schedule = "interleaved_1f1b" if name == "mixed" else "1f1b"
     setting = Setting(name, FOUR[name], schedule, **SIZES)
-    found = dry(setting, scheduling=setting.scheduling)
+    found = dry(setting)
     assert not found.faults
     every = pool.run(4, really, setting, timeout=120)
     for one in found.ranks:
@@ -118,6 +112,7 @@ def test_a_dry_run_builds_what_processes_build(pool: Pool, name: str) -> None:
         assert np.array_equal(one.programs[0].index, real.program.index)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [8, 64, 1024])
 def test_replicas_of_a_small_run_are_built_alike_in_a_large_one(world: int) -> None:
     """With ever more replicas a rank has the shards of its coordinate, and hence of some rank of the smallest run."""
@@ -140,6 +135,39 @@ def test_replicas_of_a_small_run_are_built_alike_in_a_large_one(world: int) -> N
             assert one.bytes[what] == alike.bytes[what]
         assert {a.action for a in one.programs[0].actions} == {a.action for a in alike.programs[0].actions}
     assert world <= 8 or any(sent.between for one in large.ranks for sent in one.sent)
+
+
+def gathered(layouts: dict[str, ModuleLayout], keep: tuple[str, ...] = ()) -> tuple[list[int], list[float]]:
+    """Return the bytes of whole weights and gradients on each built rank, and those of the formula."""
+    setting = Setting("gathered", layouts, **SIZES)
+    options = Options(storage=replace(MIXED, keep=keep))
+    made = dry_run(setting.model(), layouts, world_size=setting.world, options=options)
+    assert not made.faults
+    plan, formula = made.plan, []
+    for rank in made.ranks:
+        sizes = [
+            stage_bytes(
+                plan.spec.modules[node.module], of := plan.layouts[node.module], *blocks_of(of, node),
+                plan.graph.stages[node].sharded, HALF,
+            )
+            for node in rank.stages
+        ]  # fmt: skip
+        units = [(np.sort(size.gathered + size.reduced), size.once) for size in sizes]
+        formula.append(sum(float((each if once else each[-2:]).sum()) for each, once in units))  # one gathered ahead
+    return [rank.bytes["gathered"] for rank in made.ranks], formula
+
+
+@pytest.mark.parametrize("layouts", [*FOUR.values(), {"llm": layout(1)}], ids=[*FOUR, "alone"])
+def test_whole_weights_of_built_stages_are_those_of_the_formula(layouts: dict[str, ModuleLayout]) -> None:
+    built, formula = gathered(layouts)
+    assert built == formula and any(built)
+
+
+def test_layers_in_fp32_make_one_rank_gather_all_weights_and_reduce_their_gradients() -> None:
+    """Copies have one dtype, so a stage with such layers has FSDP, whose units hold gradients in fp32."""
+    (copies,), _ = gathered({"llm": layout(1)})
+    (units,), _ = gathered({"llm": layout(1)}, keep=("llm.*norm*",))
+    assert units > 3 * copies
 
 
 SMALL = Setting("small", FOUR["pipelined"], **FEW)
@@ -234,6 +262,7 @@ def test_a_route_that_misses_rows_is_found(lane: str, culprit: int) -> None:
     assert any(f"rows reach rank {culprit}" in f.message for f in found.faults) is (lane != "sends")
 
 
+@pytest.mark.full
 def test_a_stage_too_large_for_the_memory_is_found() -> None:
     made = dry(SMALL)
     buffers = message_buffers(made.plan.graph, made.world_size)
@@ -258,7 +287,7 @@ def test_parts_that_make_up_no_tensor_are_found() -> None:
 
 
 def test_peers_that_do_not_meet_at_start_are_found() -> None:
-    from hetero_strategy.boundary.pairs import Meetings
+    from hetero_strategy.runtime.connect import Meetings
 
     right = Meetings.peers
     with patch.object(Meetings, "peers", lambda self, rank: right(self, rank) - {3}):

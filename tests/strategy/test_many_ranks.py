@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 import pytest
 
-from hetero_strategy.strategy.zeroing import about_to_zero_gradients
+from hetero_strategy.strategy.many_ranks import about_to_zero_gradients
 
 
 class Looks(L.Callback):
