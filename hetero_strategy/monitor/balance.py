@@ -1,4 +1,4 @@
-"""How evenly the work of a run is spread, as numbers."""
+"""Measures of how evenly the work of a run is spread over instances. Pure."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from hetero_strategy.monitor.traffic import Traffic
 from hetero_strategy.plan.step_plan import ModuleLoad
+from hetero_strategy.schedule.compile import Traffic
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Work of one module's instances over many steps: in every microbatch the busiest first, then averaged.
+    """The sums over steps of one module's loads, of which each microbatch is sorted from the busiest instance.
 
-    The first number divided by the mean is how much longer a microbatch takes than if all instances were equal.
+    The first number divided by the mean is the factor by which a microbatch takes longer than with equal instances.
     """
 
     before: np.ndarray
     """Loads as sampled, in the unit of the module's cost, summed over microbatches, float64 ``[instances]``."""
     after: np.ndarray
-    """The same as planned."""
+    """Loads as planned, in the same unit and shape."""
 
     @classmethod
     def of(cls, load: ModuleLoad) -> Spread:
@@ -35,7 +35,7 @@ class Spread:
 
     @property
     def imbalance_before(self) -> float:
-        """Load of the busiest over the mean."""
+        """Return the load of the busiest instance over the mean."""
         return ModuleLoad.imbalance(self.before[None])
 
     @property
@@ -44,30 +44,29 @@ class Spread:
 
     @property
     def saved(self) -> float:
-        """Share of the slowest instances' time that balancing saves."""
+        """Return the share of the slowest instances' time that balancing saves."""
         return 1.0 - float(self.after[0]) / float(self.before[0]) if self.before[0] else 0.0
 
 
 @dataclass(frozen=True)
 class BalanceSummary:
-    """Results of a run's balancing. Times are per step, of the slowest rank, in seconds."""
+    """The results of balancing in a run. Times are seconds per step, of the slowest rank."""
 
     steps: int
     spreads: Mapping[str, Spread]
-    """Module -> spread of its work, where plans hold its loads."""
+    """Module -> spread of its work, if plans have its loads."""
     traffic: Traffic | None
-    """Bytes between ranks per step; None where there is no placement."""
+    """Bytes between ranks per step; None without a placement."""
     wait_seconds: float
     plan_seconds: float | None
-    """This and the next two are None where batches do not hold their times."""
+    """Planning time. This and the next two fields are None if batches have no times."""
     payload_seconds: float | None
     plan_hidden_share: float | None
     microbatches: float
     skipped_samples: int
-    worker_restarts: int
 
     def to_json(self) -> dict[str, Any]:
-        """Summary ready for JSON, with loads divided by the mean before."""
+        """Return the summary ready for JSON, with loads divided by the mean before balancing."""
         modules = {}
         for name, spread in self.spreads.items():
             unit = float(spread.before.mean()) or 1.0

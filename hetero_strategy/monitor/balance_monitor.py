@@ -1,38 +1,42 @@
-"""``BalanceMonitor``: how evenly the work is spread, what that costs in bytes, and whether training waits for it."""
+"""``BalanceMonitor``: how evenly the work is spread, how many bytes that costs, and whether training waits for it."""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
+import numpy as np
+import torch.distributed as dist
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
-from hetero_strategy.errors import ConfigError, check_options, require
+from hetero_strategy.errors import ConfigError, check_types, require
 from hetero_strategy.monitor.balance import BalanceSummary, Spread
-from hetero_strategy.monitor.fitted import fitted_costs
-from hetero_strategy.monitor.measure import OPTIONS, over_ranks, waited
-from hetero_strategy.monitor.traffic import Traffic, sent
+from hetero_strategy.monitor.measure import Window, gather_on_first, over_ranks, waited
+from hetero_strategy.plan.balance import Cost, fit_cost
+from hetero_strategy.schedule.action import StageId
+from hetero_strategy.schedule.compile import Traffic, sent
 
 if TYPE_CHECKING:
     from hetero_strategy.loading.batch import Batch
-    from hetero_strategy.plan.balance import Cost
     from hetero_strategy.runtime.executor import Executor
 
 
 LOGGED = (
-    "plan_seconds", "payload_seconds", "plan_hidden_share", "microbatches", "skipped_samples", "worker_restarts",
+    "plan_seconds", "payload_seconds", "plan_hidden_share", "microbatches", "skipped_samples",
 )  # fmt: skip
-"""Fields of the summary that are logged as they are."""
+"""Fields of the summary that are logged unchanged."""
 
 
 @dataclass
 class _Sums:
-    """Sums over steps. Spreads are equal on all ranks; traffic and times, in seconds, are those of this rank."""
+    """The sums over steps. Spreads are equal on all ranks; traffic and times, in seconds, belong to this rank."""
 
     steps: int = 0
     spreads: dict[str, Spread] = field(default_factory=dict)
@@ -51,7 +55,7 @@ class _Sums:
     skipped: int = 0
 
     def add(self, batch: Batch, wait: float | None, spreads: Mapping[str, Spread], moved: Traffic | None) -> None:
-        """Count one step, whose traffic is None where it was not counted."""
+        """Count one step; ``moved`` is None if its traffic was not counted."""
         self.steps += 1
         self.microbatches += batch.plan.microbatches
         self.skipped += int(getattr(batch, "skipped", 0))
@@ -73,33 +77,31 @@ class _Sums:
 
 
 class BalanceMonitor(L.Callback):
-    """Logs how the work of steps is spread, averaged over windows of ``every_n_steps`` global batches.
+    """A callback that logs how the work of steps is spread, averaged over windows of ``every_n_steps`` global batches.
 
     ================================= ==========================================================================
     ``balance/<m>/imbalance_before``  time of the slowest instance of every microbatch of module ``m`` over the mean of
-                                      its instances, with samples dealt as drawn; 1: nobody waits
-    ``balance/<m>/imbalance_after``   the same as planned
+                                      its instances, with samples dealt as drawn; 1: no waits
+    ``balance/<m>/imbalance_after``   this ratio with samples dealt as planned
     ``balance/bytes_within_nodes``    bytes of rows and of their gradients that leave a rank for another of its node, at
                                       the edges between modules, per step (counted in the window's first one)
-    ``balance/bytes_between_nodes``   likewise for a rank of another node
-    ``data/plan_seconds``             making the step plan, in whatever process makes it
+    ``balance/bytes_between_nodes``   bytes that leave a rank for a rank of another node
+    ``data/plan_seconds``             making the step plan, in any process
     ``data/payload_seconds``          reading and decoding
-    ``data/plan_hidden_share``        least share of that time in which training did not wait for data
+    ``data/plan_hidden_share``        least share of planning in which training did not wait for data
     ``data/microbatches``             microbatches per step
     ``data/skipped_samples``          samples of the window that could not be read
-    ``data/worker_restarts``          workers restarted since the start of the run, over all ranks
     ================================= ==========================================================================
 
-    :class:`ThroughputMonitor` logs how long training waits for data. Modules without loads in their plan are left out,
-    as are bytes under a strategy without layouts and times that batches do not hold. Bytes are those of
-    :func:`hetero_strategy.monitor.traffic.sent`, summed over all ranks: a row that its reader has already costs none,
-    and rows between stages of one module are not counted. Times are those of the slowest rank, without validation.
-    Every rank needs the callback, as log points reduce over all ranks.
+    :class:`ThroughputMonitor` logs how long training waits for data. Modules without loads in their plan, bytes under a
+    strategy without layouts, and times missing in batches are left out. :func:`hetero_strategy.schedule.compile.sent`
+    counts the bytes, summed over all ranks: a row that its reader already has costs none, and rows between stages of
+    one module are not counted. Times are the slowest rank's, without validation. Every rank needs the callback, because
+    log points reduce over all ranks.
 
     At the end of fit it writes ``balance.json`` and ``balance.png``: the load of every module's instances over the
     whole run, before and after. Under ``costs``, ``balance.json`` has the measured seconds of every module's forward in
-    the last steps, as ``balance.costs`` of another run takes them. The picture also goes to Weights & Biases where that
-    is a logger.
+    the last steps, for ``balance.costs`` of another run. A Weights & Biases logger also receives the picture.
 
     Args:
         folder: folder of both files; default: the Trainer's ``default_root_dir``.
@@ -109,17 +111,17 @@ class BalanceMonitor(L.Callback):
         ConfigError: an option is wrong; at the first step, the batch has no step plan.
     """
 
-    def __init__(self, folder: Path | str | None = None, every_n_steps: int = 10) -> None:
+    def __init__(self, folder: Path | str | None = None, every_n_steps: Window = 10) -> None:
         require("matplotlib", "plots", "BalanceMonitor")
-        check_options("BalanceMonitor", OPTIONS, every_n_steps=every_n_steps)
+        check_types("BalanceMonitor", BalanceMonitor.__init__, folder=folder, every_n_steps=every_n_steps)
         self.folder = None if folder is None else Path(folder)
         self.every_n_steps = every_n_steps
         self.last: BalanceSummary | None = None
         """Summary of the last run, on every rank."""
         self._waited: float | None
-        """Seconds waited for batches until the last one."""
+        """Seconds waited for batches up to the previous one."""
         self._wait: float | None = None
-        """Seconds waited for the last one."""
+        """Seconds waited for the latest batch."""
         self._reset()
 
     def _reset(self) -> None:
@@ -130,14 +132,12 @@ class BalanceMonitor(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget the previous run."""
         self._reset()
 
     @override
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note how long training has waited for the batch."""
         before, self._waited = self._waited, waited(trainer)
         self._wait = None if before is None or self._waited is None else self._waited - before
         if not hasattr(batch, "plan"):
@@ -150,8 +150,8 @@ class BalanceMonitor(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch, as one that a hook leaves out never comes here; log at the end of a window."""
-        # Counting looks at all transfers of the rank, so it is done in one step of a window.
+        """Count the batch here, because batches that a hook skips never reach this hook; log at the end of a window."""
+        # Counting reads all transfers of the rank, so only one step of a window counts them.
         moved = None if self._window.steps else self._moved(trainer, batch)
         spreads = {name: Spread.of(load) for name, load in batch.plan.loads.items()}
         for sums in (self._window, self._total):
@@ -162,7 +162,6 @@ class BalanceMonitor(L.Callback):
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the last, shorter window; draw and write the whole run."""
         if self._window.steps:
             self._log(trainer)
         if not self._total.steps:
@@ -176,7 +175,9 @@ class BalanceMonitor(L.Callback):
     # ---- numbers ---------------------------------------------------------------------------------------------------
 
     def _moved(self, trainer: L.Trainer, batch: Batch) -> Traffic | None:
-        """Bytes that this rank sends in one step at edges between modules; None under a strategy without layouts."""
+        """Count the bytes that this rank sends in one step at edges between modules; None under a strategy without
+        layouts.
+        """
         strategy: Any = trainer.strategy
         if not hasattr(strategy, "executor"):
             return None
@@ -206,9 +207,9 @@ class BalanceMonitor(L.Callback):
         (folder / "balance.json").write_text(json.dumps(content, indent=1))
         if not summary.spreads:
             return
-        from hetero_strategy.monitor.balance_draw import draw  # matplotlib takes a second to import
+        from hetero_strategy.monitor.draw import draw_balance  # matplotlib takes a second to import
 
-        draw(folder / "balance.png", summary)
+        draw_balance(folder / "balance.png", summary)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_image("balance", [str(folder / "balance.png")])
@@ -218,8 +219,8 @@ def _summary(trainer: L.Trainer, sums: _Sums) -> BalanceSummary:
     """Summarise some steps; a collective, equal on all ranks."""
     own = [sums.wait, sums.timed, sums.plan, sums.payload, sums.known, sums.exposed / (sums.known or 1.0)]
     wait, timed, plan, payload, known, exposed = over_ranks(trainer, own, "max")
-    own = [float(getattr(trainer.train_dataloader, "restarts", 0)), *(sums.traffic or Traffic(0.0, 0.0))]
-    restarts, *moved = (mean * trainer.world_size for mean in over_ranks(trainer, own, "mean"))
+    own = list(sums.traffic or Traffic(0.0, 0.0))
+    moved = [mean * trainer.world_size for mean in over_ranks(trainer, own, "mean")]
     return BalanceSummary(
         steps=sums.steps,
         spreads=dict(sums.spreads),
@@ -230,5 +231,38 @@ def _summary(trainer: L.Trainer, sums: _Sums) -> BalanceSummary:
         plan_hidden_share=1.0 - exposed if known else None,
         microbatches=sums.microbatches / sums.steps,
         skipped_samples=sums.skipped,
-        worker_restarts=round(restarts),
     )
+
+
+def fitted_costs(executor: Executor, group: dist.ProcessGroup | None) -> dict[str, Cost] | None:
+    """Fit the seconds of every module's forward, as a function of its items, to the recorded steps of all ranks.
+
+    Use them as ``balance.costs`` of the next run where FLOPs predict time badly (small items, slow kernels). This is a
+    collective over ``group``, all ranks on the host, after training, and waits for the device.
+
+    Returns:
+        Module -> its cost, on rank 0; None on other ranks. Modules that never ran are left out.
+    """
+    seen: list[tuple[StageId, np.ndarray, float]] = []
+    steps = list(executor.recorder.steps)
+    for step in steps[1:] or steps:  # the first step warms up
+        for action, start, end in step.events():
+            if action.kind == "F":
+                assignment = step.plan.assignments[action.node.module][action.microbatch]
+                rows = assignment.inner_rows_of(executor.local[action.node].seat.instance)
+                seen.append((action.node.all_instances, rows, end - start))
+    ranks = gather_on_first(seen, group)
+    if ranks is None:
+        return None
+    lengths: dict[StageId, list[np.ndarray]] = defaultdict(list)
+    seconds: dict[StageId, list[float]] = defaultdict(list)
+    for node, rows, took in chain.from_iterable(ranks):
+        lengths[node].append(rows)
+        seconds[node].append(took)
+    costs: dict[str, list[Cost]] = defaultdict(list)
+    for node in sorted(lengths):
+        costs[node.module].append(fit_cost(lengths[node], seconds[node]))
+    return {
+        module: Cost(*(sum(getattr(cost, part) for cost in stages) for part in ("linear", "quadratic", "fixed")))
+        for module, stages in costs.items()
+    }

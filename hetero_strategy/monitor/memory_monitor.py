@@ -1,10 +1,10 @@
-"""``MemoryMonitor``: the peak memory of one training step on every rank, beside what plans predict for it."""
+"""``MemoryMonitor``: the measured and predicted peak memory of one training step on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import lightning as L
 import numpy as np
@@ -13,72 +13,70 @@ from jaxtyping import Float64
 from lightning.fabric.utilities import rank_zero_warn
 from typing_extensions import override
 
-from hetero_strategy.errors import check_options
+from hetero_strategy.errors import check_types
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model.multimodal import MultimodalModel
-from hetero_strategy.monitor.measure import OPTIONS, begin_peak, check_strategy, gather_on_first
-from hetero_strategy.planner.action_seconds import ActionSeconds
-from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
-from hetero_strategy.planner.given import Given
-from hetero_strategy.planner.hardware import cluster
-from hetero_strategy.planner.memory import Memory
-from hetero_strategy.planner.overlap import After
-from hetero_strategy.planner.shape import shape_of
-from hetero_strategy.planner.times import Precision
+from hetero_strategy.model.read_spec import spec_of
+from hetero_strategy.monitor.measure import begin_peak, check_strategy, gather_on_first
+from hetero_strategy.parallelize.compile import Compile
+from hetero_strategy.parallelize.transforms import of_kind
 from hetero_strategy.profiling.allocations import Allocations
 from hetero_strategy.profiling.cache import memory_model
+from hetero_strategy.profiling.memory import Memory
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.runtime.recorder import Recording
-from hetero_strategy.simulator.simulate import simulate
+from hetero_strategy.simulator.cost_model import Precision
+
+BatchNumber = Annotated[int, ("1 or more, as the first makes optimizer states", lambda batch: batch >= 1)]
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Of one step."""
+    """A measured and a predicted peak of one step."""
 
     batch: int
     """Number of the step's batch in its epoch."""
     measured: Float64[np.ndarray, "ranks"]
-    """Bytes of all tensors of each rank, when they were most."""
+    """Peak bytes of all tensors of each rank."""
     predicted: Memory
 
     @property
     def expected(self) -> Float64[np.ndarray, "ranks"]:
-        """Bytes that were predicted: of tensors, so without the last kind, what is reserved around them."""
+        """Return the predicted bytes of tensors: all but the last kind, which the allocator reserves around tensors."""
         return self.predicted.bytes[:-1].sum(axis=0)
 
 
 class _Measured(NamedTuple):
-    """Of this rank."""
+    """A measurement on this rank."""
 
     batch: int
     peak: int
     recording: Recording
     summed: int
-    """Batches of an optimizer step."""
+    """Number of batches per optimizer step."""
 
 
 class MemoryMonitor(L.Callback):
-    """Measures the peak memory of one training step on every rank, optimizer included, and predicts it as plans do.
+    """A callback that measures one training step's peak memory on every rank, optimizer included, and predicts it.
 
-    On CUDA devices it is what the allocator gave out at most, which torch counts anew when the step begins; on
-    processors tensors are counted as operators make and free them, which that one step takes longer for, and compiled
-    blocks are not counted. The prediction is made by the first rank when training is over: it measures what blocks keep
-    on tensors without values, unless it has done so before.
+    On CUDA devices it is the allocator's peak, which is reset when the step begins. On CPUs tensors are counted as
+    operators make and free them, which slows that step; compiled blocks are not counted. The first rank makes the
+    prediction after training, by the planner's memory model: it measures the blocks' activations on tensors without
+    values, unless it has done so before.
 
     Args:
-        batch: of this process, counted from 0, that is measured, or the next one that ends an optimizer step; the first
-            make optimizer states.
+        batch: number of the measured batch of this process, from 0; the next batch that ends an optimizer step is
+            taken. The first batches make optimizer states.
 
     Raises:
         ConfigError: ``batch`` is too small; at the start of training, under another strategy than HeteroStrategy.
     """
 
-    def __init__(self, batch: int = 3) -> None:
-        check_options("MemoryMonitor", OPTIONS, batch=batch)
+    def __init__(self, batch: BatchNumber = 3) -> None:
+        check_types("MemoryMonitor", MemoryMonitor.__init__, batch=batch)
         self.batch = batch
         self.last: PeakMemory | None = None
-        """Of the last run, on rank 0; None where no step was measured."""
+        """Result of the last run, on rank 0; None if no step was measured."""
         self._reset()
 
     def _reset(self) -> None:
@@ -88,7 +86,6 @@ class MemoryMonitor(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuse a strategy that has no step plans; forget the previous run."""
         check_strategy(trainer, "MemoryMonitor", "step plans")
         self.last = None
         self._reset()
@@ -97,15 +94,14 @@ class MemoryMonitor(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin to count, if this is the batch."""
         strategy: Any = trainer.strategy
-        self._stop()  # of a batch that was left out
+        self._stop()  # an earlier batch may have been skipped
         self._seen += 1
         if self._seen <= self.batch or self._measured or (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         if strategy.root_device.type == "cuda":
             begin_peak(strategy.root_device)
-        elif strategy.compile or not isinstance(batch, Batch):
+        elif of_kind(strategy.transforms, Compile) or not isinstance(batch, Batch):
             return
         else:
             self._counted = Allocations([*batch.tensors(), *_tensors(trainer)])
@@ -116,7 +112,6 @@ class MemoryMonitor(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Read what it was."""
         if self._measures:
             strategy: Any = trainer.strategy
             counted = self._stop()
@@ -126,7 +121,6 @@ class MemoryMonitor(L.Callback):
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Count no longer."""
         self._stop()
 
     def _stop(self) -> Allocations | None:
@@ -137,7 +131,6 @@ class MemoryMonitor(L.Callback):
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Gather what ranks measured, predict it on the first, and give both to the loggers."""
         if self._measured is None:
             return
         strategy: Any = trainer.strategy
@@ -146,7 +139,7 @@ class MemoryMonitor(L.Callback):
             return
         try:
             predicted = _predicted(strategy, pl_module, self._measured)
-        except Exception as error:  # training is over, and its results are worth more
+        except Exception as error:  # training is over, and its results matter more
             rank_zero_warn(f"MemoryMonitor: no prediction of the measured step: {error!r}")
             return
         self.last = PeakMemory(self._measured.batch, np.array(peaks, np.float64), predicted)
@@ -156,24 +149,16 @@ class MemoryMonitor(L.Callback):
 
 
 def _predicted(strategy: Any, pl_module: L.LightningModule, measured: _Measured) -> Memory:
-    """Of a step that ran, whose plan and schedule are known."""
     executor: Executor = strategy.executor
-    plan, storage = measured.recording.plan, executor.storage
+    recording, storage, device = measured.recording, executor.storage, executor.device.type
     model = next(m for m in pl_module.modules() if isinstance(m, MultimodalModel)).meta_copy().train()
-    precision = Precision(storage.compute.itemsize, storage.master.itemsize)
-    # Of the device memory depends on its kind alone.
-    on = cluster("cpu" if executor.device.type == "cpu" else "h100", 1, executor.placement.world_size)
-    shape, given = shape_of(model), Given(strategy.recompute, accumulated=measured.summed)
-    evaluator = Evaluator(shape, on, [plan.metadata], precision=precision, compiled=strategy.compile)
-    config, layouts = executor.compiler.config, executor.placement.layouts
-    placed = evaluator.place(Candidate.of_run(config, layouts, plan.microbatches, strategy.recompute, strategy.offload))
-    schedule, seconds = measured.recording.schedule, ActionSeconds(plan, placed)
-    step = Step(placed, plan, schedule, simulate(schedule, seconds, on.network), After())
-    return memory_model(model, shape, on, precision, given).of(step)
+    precision, accumulates = Precision(storage.compute.itemsize, storage.master.itemsize), measured.summed > 1
+    predictor = memory_model(model, spec_of(model), device, precision, strategy.transforms, accumulates=accumulates)
+    return predictor.of(recording.plan, recording.schedule, executor.placement, strategy.transforms)
 
 
 def _tensors(trainer: L.Trainer) -> Iterator[torch.Tensor]:
-    """What this rank holds before a step."""
+    """Yield the tensors that this rank keeps between steps."""
     strategy: Any = trainer.strategy
     executor: Executor = strategy.executor
     for stage in executor.stages.values():
@@ -183,4 +168,3 @@ def _tensors(trainer: L.Trainer) -> Iterator[torch.Tensor]:
     for optimizer in trainer.optimizers:
         for state in optimizer.state.values():
             yield from (x for x in state.values() if isinstance(x, torch.Tensor))
-    yield from (rows for _, rows in executor.held.all_rows())

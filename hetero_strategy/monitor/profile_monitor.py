@@ -1,10 +1,10 @@
-"""``ProfileMonitor``: leaves torch profiler's traces of some steps of some ranks."""
+"""``ProfileMonitor``: write torch profiler's traces of some steps of some ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import lightning as L
 import torch
@@ -12,23 +12,27 @@ from lightning.fabric.utilities import rank_zero_warn
 from torch.profiler import profile, schedule, supported_activities
 from typing_extensions import override
 
-from hetero_strategy.errors import ConfigError, check_options
-from hetero_strategy.monitor.measure import OPTIONS
+from hetero_strategy.errors import ConfigError, check_types
 
 ENTRIES = 100_000
-"""Events of which a history is kept, the last ones: torch's own bound is none, and the host's memory has one."""
+"""Length of the history of memory events: torch has no limit by default, and host memory is finite."""
+
+
+Steps = Annotated[
+    Sequence[int], ("[first, last] with 1 <= first < last", lambda steps: len(steps) == 2 and 1 <= steps[0] < steps[1])
+]
+Ranks = Annotated[Sequence[int], ("a list of ranks, such as [0]", lambda ranks: min(ranks, default=0) >= 0)]
 
 
 class ProfileMonitor(L.Callback):
-    """Runs torch's profiler in some training steps and writes ``rank<n>.json`` (for ui.perfetto.dev), one per rank.
-
-    In it every action has the name that it has in schedule and timeline, above the operators, collectives and kernels
-    that it ran. Other steps and ranks run as without it, where Lightning's ``PyTorchProfiler`` takes part in every rank
-    and counts validation by the same schedule.
+    """A callback that profiles some training steps with torch and writes ``rank<n>.json`` (for ui.perfetto.dev) per
+    rank. Every action has its name from schedule and timeline, above its operators, collectives and kernels. Other
+    steps and ranks run unchanged; Lightning's ``PyTorchProfiler`` in contrast runs on every rank and counts validation
+    by the same schedule.
 
     Args:
         folder: folder of the files; default: ``profile`` in the Trainer's ``default_root_dir``.
-        steps: first batch that is profiled, at least 1 as the one before warms up, and the first that no longer is;
+        steps: first profiled batch, at least 1 because the batch before warms up, and first batch after the profile;
             batches of this process are counted from 0.
         ranks: ranks to profile.
         memory_history: keep the history of the last 100,000 allocations and frees on every CUDA device, which slows
@@ -36,18 +40,18 @@ class ProfileMonitor(L.Callback):
             docs.pytorch.org/memory_viz).
 
     Raises:
-        ConfigError: an option is wrong; at the start of training, a rank does not exist, or there is no CUDA device to
-            keep the history of.
+        ConfigError: an option is wrong; at the start of training, a rank does not exist, or there is no CUDA device for
+            the history.
     """
 
     def __init__(
         self,
         folder: Path | str | None = None,
-        steps: Sequence[int] = (10, 12),
-        ranks: Sequence[int] = (0,),
+        steps: Steps = (10, 12),
+        ranks: Ranks = (0,),
         memory_history: bool = False,
     ) -> None:
-        check_options("ProfileMonitor", OPTIONS, steps=steps, ranks=ranks, memory_history=memory_history)
+        check_types("ProfileMonitor", ProfileMonitor.__init__, steps=steps, ranks=ranks, memory_history=memory_history)
         self.folder = None if folder is None else Path(folder)
         self.steps, self.ranks, self.memory_history = (steps[0], steps[1]), tuple(ranks), memory_history
         self._batch = 0
@@ -56,7 +60,6 @@ class ProfileMonitor(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuse what does not exist, forget the previous run and start the history."""
         if outside := [rank for rank in self.ranks if rank not in range(trainer.world_size)]:
             raise ConfigError(
                 f"ProfileMonitor: ranks={outside} do not exist; give ranks of 0 to {trainer.world_size - 1}"
@@ -72,7 +75,6 @@ class ProfileMonitor(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Start in the batch before the first."""
         first, last = self.steps
         if self._batch != first - 1 or trainer.global_rank not in self.ranks:
             return
@@ -88,7 +90,6 @@ class ProfileMonitor(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch; write after the last one."""
         self._batch += 1
         if self._profile is not None:
             self._profile.step()
@@ -97,7 +98,6 @@ class ProfileMonitor(L.Callback):
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write what there is of a run that ends within these steps, and end the history."""
         self._end()
         if self._batch <= self.steps[0]:
             rank_zero_warn(
@@ -107,7 +107,7 @@ class ProfileMonitor(L.Callback):
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Write what there is of a run that fails within these steps, and the history where memory ran out."""
+        """Write the trace of a run that fails within these steps, and the history if memory ran out."""
         if self._remembers and isinstance(exception, torch.OutOfMemoryError):
             torch.cuda.memory._dump_snapshot(str(self._path(trainer, f"memory{trainer.global_rank}.pickle")))
         self._end()

@@ -1,27 +1,31 @@
-"""``ThroughputMonitor``: how fast a run is, for every module and for the whole."""
+"""``ThroughputMonitor``: the speed of a run, for every module and in total.
+
+Model FLOPs are the FLOPs of a step's mathematics; hardware FLOPs add the forwards that backward runs again (PaLM,
+appendix B): of recompute, and of a language model's head.
+"""
 
 from __future__ import annotations
 
 import resource
 import sys
 import time
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import lightning as L
 import numpy as np
 import torch
 from typing_extensions import override
 
-from hetero_strategy.errors import ConfigError, check_options
+from hetero_strategy.errors import ConfigError, check_types
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.monitor.flops import Part, device_peak_flops, utilization, work
-from hetero_strategy.monitor.measure import OPTIONS, Spent, Watch, most_allocated, over_ranks, waited
-from hetero_strategy.parallelize.offload import host_memory
-from hetero_strategy.plan.ahead import computing
-from hetero_strategy.planner.layers import fed_by_trainable
+from hetero_strategy.model.spec import fed_by_trainable
+from hetero_strategy.monitor.measure import Spent, Watch, Window, most_allocated, over_ranks, waited
+from hetero_strategy.parallelize.host_memory import host_memory
+from hetero_strategy.parallelize.transforms import recomputed
 
 if TYPE_CHECKING:
     from hetero_strategy.loading.batch import Batch
@@ -31,7 +35,7 @@ GIB = 2**30
 
 @dataclass
 class _Window:
-    """Sums over the steps since the last log point, equal on all ranks."""
+    """The sums over the steps since the last log point, equal on all ranks."""
 
     steps: int = 0
     samples: int = 0
@@ -50,8 +54,6 @@ class _Window:
         self.tokens += int(metadata.tokens.sum())
         self.labels += int(metadata.labels.sum())
         for name, assignments in batch.plan.assignments.items():
-            if computing(name) != name:  # counts in the step that it is for
-                continue
             for assignment in assignments:
                 self.rows[name] += int(assignment.edge_rows.sum())
                 self.padding += int(assignment.padding.sum())
@@ -59,45 +61,47 @@ class _Window:
 
 
 class Totals(NamedTuple):
-    """Totals of a whole run."""
+    """The totals of a whole run."""
 
     steps: int
     tokens: int
     spent: Spent
-    """What the rank spent that waited longest for data."""
+    """Times of the rank that waited longest for data."""
     rank: int
     """Number of that rank."""
 
 
+Flops = Annotated[float, ("FLOP/s of one device, such as 989e12,", lambda flops: flops > 0)]
+
+
 class ThroughputMonitor(L.Callback):
-    """Logs what a run achieves, averaged over windows of ``every_n_steps`` global batches.
+    """A callback that logs the speed of a run, averaged over windows of ``every_n_steps`` global batches.
 
     ======================================== ====================================================================
     ``throughput/tokens_per_second``         tokens of the samples (encoder rows in them included, padding not)
     ``throughput/samples_per_second``        samples of the global batches
     ``throughput/<module>/rows_per_second``  rows of the module's units on its edges (merged ones, if it merges rows)
-    ``throughput/step_seconds``              wall time of a step and of what lies between it and the next
-    ``throughput/data_wait_seconds``         part of it: waiting for the next batch, where the loader counts that
+    ``throughput/step_seconds``              wall time from the start of a step to the start of the next
+    ``throughput/data_wait_seconds``         part of it: waiting for the next batch, if the loader counts it
     ``throughput/checkpoint_seconds``        part of it: writing and removing checkpoints, under HeteroStrategy
     ``throughput/between_seconds``           part of it: callbacks, loggers, Lightning's loop
     ``throughput/validation_seconds``        validation, per training step; not in step_seconds
-    ``throughput/<module>/cached_share``     share of the module's items whose rows were read, validation's included
     ``throughput/padding_share``             share of alignment rows in all rows, over all modules
     ``tflops/total``, ``tflops/<module>``    model FLOPs per second over all ranks, in 1e12
     ``mfu/total``, ``mfu/<module>``          model FLOPs over the peak of all ranks, or of the module's own ranks
-    ``hfu/total``, ``hfu/<module>``          the same with what backward runs again; MFU and HFU need a known peak
+    ``hfu/total``, ``hfu/<module>``          MFU plus recomputed FLOPs; MFU and HFU need a known peak
     ``memory/max_allocated_gib``             peak of the fullest rank (``memory/max_rss_gib`` on CPU)
-    ``memory/max_offloaded_gib``             most activations in host memory on any rank, where there is ``offload``
+    ``memory/max_offloaded_gib``             most activations in host memory on any rank, with ``offload``
     ======================================== ====================================================================
 
-    Modules that share ranks share their peak: their MFUs add up to the ranks' MFU. Each time is that of the rank
-    slowest in it, from the first step on, without validation. The device is waited for at log points only. Every rank
-    needs the callback, as log points reduce over all ranks.
+    Modules that share ranks share their peak: their MFUs add up to the ranks' MFU. Each time is the
+    slowest rank's, from the first step on, without validation. Only log points wait for the device. Every rank needs
+    the callback, because log points reduce over all ranks.
 
     Args:
         every_n_steps: length of a window.
         peak_flops: peak FLOP/s of one device; default: torchtitan's bf16 figure for a CUDA device, none on CPU.
-        clock: gives seconds and never goes back.
+        clock: function that returns seconds and never goes back.
 
     Raises:
         ConfigError: an option is wrong; at the first step, there is no model with named modules or no step plan.
@@ -105,11 +109,11 @@ class ThroughputMonitor(L.Callback):
 
     def __init__(
         self,
-        every_n_steps: int = 10,
-        peak_flops: float | None = None,
+        every_n_steps: Window = 10,
+        peak_flops: Flops | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        check_options("ThroughputMonitor", OPTIONS, every_n_steps=every_n_steps, peak_flops=peak_flops)
+        check_types("ThroughputMonitor", ThroughputMonitor.__init__, every_n_steps=every_n_steps, peak_flops=peak_flops)
         self.every_n_steps = every_n_steps
         self.peak_flops = peak_flops
         self.last: Totals | None = None
@@ -122,13 +126,11 @@ class ThroughputMonitor(L.Callback):
         self._steps = self._tokens = 0
         self._spent = Spent()
         self._step = 0
-        self._cached = np.zeros((1, 2))
 
     # ---- hooks -----------------------------------------------------------------------------------------------------
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget the previous run and look up the peak."""
         self._reset()
         self._peak = self.peak_flops or device_peak_flops(trainer.strategy.root_device)
 
@@ -136,14 +138,12 @@ class ThroughputMonitor(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Start the time of a step."""
         self._watch.begins("step", trainer)
 
     @override
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch; log at the end of a window."""
         if not hasattr(batch, "plan"):
             raise ConfigError(
                 f"ThroughputMonitor: the batch is a {type(batch).__name__} without a step plan; "
@@ -157,25 +157,23 @@ class ThroughputMonitor(L.Callback):
         self._watch.begins("between", trainer)
         if full:
             metrics = self._log(trainer, pl_module)
-            # Equal on all ranks, so no rank has to ask another. Lightning reads what is for the bar after every step,
-            # so it stays on the host.
+            # The speed is equal on all ranks, so no collective is needed. Lightning reads values for the bar after
+            # every step, so it stays on the host.
             speed = torch.tensor(metrics["throughput/tokens_per_second"])
             pl_module.log("tokens/s", speed, prog_bar=True, logger=False)
 
     @override
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Finish training on the device before the time of validation starts."""
+        """Wait for the device to finish training before the time of validation starts."""
         self._finish_step(trainer)
         self._watch.begins("validation", trainer)
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """End the time of validation."""
         self._watch.begins("between", trainer)
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Log the last, shorter window and add up the run."""
         self._finish_step(trainer)
         if self._window.steps:
             self._log(trainer, pl_module)
@@ -200,7 +198,7 @@ class ThroughputMonitor(L.Callback):
         placement = getattr(trainer.strategy, "placement", None)  # without one every module is on the only device
         ranks = {name: len(placement.layouts[name].ranks) if placement else 1 for name in modules}
 
-        # A collective, equal on all ranks.
+        # A collective; its results are equal on all ranks.
         memory_name, memory = _memory(trainer.strategy.root_device)
         away = _offloaded(trainer)
         own = [spent.training, spent.data, spent.checkpoint, spent.between, spent.validation, memory, away or 0.0]
@@ -220,7 +218,6 @@ class ThroughputMonitor(L.Callback):
             "throughput/checkpoint_seconds": checkpoint / window.steps,
             "throughput/between_seconds": between / window.steps,
             "throughput/validation_seconds": validation / window.steps,
-            **self._cached_shares(trainer),
             "throughput/padding_share": window.padding / max(rows + window.padding, 1),
             "tflops/total": sum(w.model for w in works.values()) / seconds / 1e12,
             **{f"tflops/{name}": w.model / seconds / 1e12 for name, w in works.items()},
@@ -237,17 +234,70 @@ class ThroughputMonitor(L.Callback):
             logger.log_metrics(metrics, step=self._step)
         return metrics
 
-    def _cached_shares(self, trainer: L.Trainer) -> dict[str, float]:
-        """Of each module whose rows are kept on disk, over all ranks; a collective where there are such."""
-        caches = getattr(trainer.strategy, "row_caches", None)
-        counts = {} if caches is None else caches.counts()
-        if not counts:
-            return {}
-        now = np.array(list(counts.values()), np.float64)
-        new, self._cached = now - self._cached, now
-        found = np.reshape(over_ranks(trainer, new.ravel().tolist(), "mean"), (-1, 2))
-        shares = (found[:, 0] / np.maximum(found.sum(axis=1), 1e-9)).tolist()
-        return {f"throughput/{name}/cached_share": share for name, share in zip(counts, shares, strict=True)}
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of one module's forward that is trained or frozen as a whole."""
+
+    forward: float
+    """FLOPs of its forward."""
+    trainable: bool
+    recomputed: float = 0.0
+    """Share of the forward that backward runs again because activations are not kept."""
+
+
+@dataclass(frozen=True)
+class ModuleFlops:
+    """The forward and backward FLOPs of one module."""
+
+    model: float
+    hardware: float
+
+
+def work(parts: Iterable[Part], upstream: bool) -> ModuleFlops:
+    """Count the FLOPs of a module whose parts run in sequence.
+
+    Backward costs a forward for the gradient of the weights and one for the gradient of the rows. A frozen part needs
+    only the second, and that only if something before it is trained.
+
+    Args:
+        upstream: whether gradients have to reach the module's input rows (``model.spec.fed_by_trainable``).
+    """
+    model = hardware = 0.0
+    for part in parts:
+        backward = 2 if part.trainable else int(upstream)
+        model += part.forward * (1 + backward)
+        hardware += part.forward * (1 + backward + part.recomputed * (backward > 0))
+        upstream = upstream or part.trainable
+    return ModuleFlops(model, hardware)
+
+
+def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
+    """Return the utilisation of ``ranks`` devices of ``peak`` FLOP/s: MFU of model FLOPs, HFU of hardware FLOPs."""
+    return flops / (seconds * ranks * peak)
+
+
+def device_peak_flops(device: torch.device) -> float | None:
+    """Return the peak dense bf16 FLOP/s of a CUDA device by torchtitan's table; None if unknown, as on CPU."""
+    if device.type != "cuda":
+        return None
+    try:
+        from torchtitan.tools.utils import get_peak_flops
+    except ModuleNotFoundError:
+        warnings.warn(
+            "no MFU: it needs torchtitan's table of peak FLOP/s (pip install 'hetero-strategy[titan]'), or"
+            " ThroughputMonitor(peak_flops=...)",
+            stacklevel=2,
+        )
+        return None
+    name = torch.cuda.get_device_name(device)
+    peak = float(get_peak_flops(name))
+    if peak == 312e12 and "A100" not in name:  # the table's answer for unknown devices
+        warnings.warn(
+            f"peak FLOP/s of {name} is not known: no MFU; give ThroughputMonitor(peak_flops=...)", stacklevel=2
+        )
+        return None
+    return peak
 
 
 def _wait_for_device(trainer: L.Trainer) -> None:
@@ -256,7 +306,7 @@ def _wait_for_device(trainer: L.Trainer) -> None:
 
 
 def _model(pl_module: L.LightningModule) -> tuple[Mapping[str, Adapter], list[tuple[str, str]]]:
-    """Named modules and edges of the multimodal model inside a LightningModule."""
+    """Return named modules and edges of the multimodal model inside a LightningModule."""
     for module in pl_module.modules():
         if hasattr(module, "modules_by_name") and hasattr(module, "edges"):
             return module.modules_by_name, [(edge.source, edge.target) for edge in module.edges]  # type: ignore
@@ -267,12 +317,12 @@ def _model(pl_module: L.LightningModule) -> tuple[Mapping[str, Adapter], list[tu
 
 
 def _parts(adapter: Adapter, name: str, window: _Window, strategy: Any) -> list[Part]:
-    """Parts of a module with the forward FLOPs of all its sequences."""
+    """Return parts of a module with the forward FLOPs of all its sequences."""
     lengths = np.concatenate([np.zeros(0, dtype=np.int64), *window.sequences.get(name, ())])
-    original = adapter.meta_copy()  # before it was parallelised: FSDP modules cannot be copied, which counting may need
-    how, blocks = getattr(strategy, "recompute", {}).get(name), tuple(original.blocks())
-    again, whole = (0.0, False) if how is None else (how.share(len(blocks)), how.whole)
-    # Rows without a label do not reach a language model's head, whose chunks run again in every backward.
+    original = adapter.meta_copy()  # not parallelised: counting may copy modules, and FSDP modules cannot be copied
+    transforms, blocks = getattr(strategy, "transforms", {}).get(name, {}), tuple(original.blocks())
+    again, around = recomputed(transforms, len(blocks))
+    # Rows without a label skip a language model's head, whose chunks run again in every backward.
     head = original.part_flops(lengths)[2] if adapter.kind.samplewise else 0.0
     labelled = head * window.labels / max(window.tokens, 1)
     chunked = labelled if original.recomputed_parts() else 0.0
@@ -280,15 +330,15 @@ def _parts(adapter: Adapter, name: str, window: _Window, strategy: Any) -> list[
         Part(
             flops - (head - labelled) - chunked,
             _trainable(adapter.get_submodule(part)),
-            again * (whole or not part or _holds(part, blocks)),
+            again if not part or _holds(part, blocks) else around,
         )
         for part, flops in original.flops_by_part(lengths).items()
     ]
-    return [*parts, Part(chunked, parts[-1].trainable, 1.0 + whole)] if chunked else parts
+    return [*parts, Part(chunked, parts[-1].trainable, 1.0 + around)] if chunked else parts
 
 
 def _holds(part: str, blocks: tuple[str, ...]) -> bool:
-    """Whether a part of a module holds any of its blocks, which alone are recomputed if not all is."""
+    """Return whether a part contains a block; partial recompute covers only blocks."""
     return any(fqn.startswith(f"{part}.") for fqn in blocks)
 
 
@@ -297,16 +347,16 @@ def _trainable(module: torch.nn.Module) -> bool:
 
 
 def _offloaded(trainer: L.Trainer) -> float | None:
-    """Most activations that were in host memory on this rank, in GiB; None where no module's may be."""
+    """Return this rank's peak of activations in host memory, in GiB; None without offload."""
     strategy: Any = trainer.strategy
-    if not getattr(strategy, "offload", {}):
+    if not any(each.moves for of in getattr(strategy, "transforms", {}).values() for each in of.values()):
         return None
-    found = {id(host): host.most for host in map(host_memory, strategy.executor.stages.values()) if host is not None}
-    return sum(found.values()) / GIB
+    peaks = {id(host): host.most for host in map(host_memory, strategy.executor.stages.values()) if host is not None}
+    return sum(peaks.values()) / GIB
 
 
 def _memory(device: torch.device) -> tuple[str, float]:
-    """Name and peak of this rank's memory in GiB."""
+    """Return the name and the peak of this rank's memory in GiB."""
     if device.type == "cuda":
         return "memory/max_allocated_gib", most_allocated(device) / GIB
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, KiB elsewhere

@@ -1,23 +1,19 @@
-"""``Timeline``: what every rank ran and when, simulated or measured; written as a trace for ui.perfetto.dev."""
+"""``Timeline``: every rank's actions and their times, simulated or measured; written as a trace for ui.perfetto.dev."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hetero_strategy.schedule.action import Action
-from hetero_strategy.simulator.bubbles import Filling
-from hetero_strategy.simulator.result import Cause, Simulation, Wait
-
-BESIDE = 1 << 24
-"""What is added to a rank's number for the thread of its stream of lower priority in a trace."""
+from hetero_strategy.simulator.result import Cause, Filling, Simulation, Wait
 
 
 class Event(NamedTuple):
-    """One action on one rank; times in seconds from the step's start."""
+    """An action on one rank; times in seconds from the step's start."""
 
     rank: int
     action: Action
@@ -27,12 +23,12 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the ranks of one step ran."""
+    """A timeline of the ranks of one step."""
 
     name: str
     """Origin: ``simulated`` or ``measured``."""
     ranks: tuple[int, ...]
-    """Ranks that are shown, ascending, including those that ran nothing."""
+    """Ranks that are shown, ascending, including ranks without actions."""
     events: tuple[Event, ...]
     """Events of these ranks, by rank, then by time."""
     time: float
@@ -42,13 +38,11 @@ class Timeline:
     world: int
     """Number of ranks that the step had."""
     causes: Mapping[Cause, float] = field(default_factory=dict)
-    """Cause -> its part of ``bubble``, where that is known."""
+    """Cause -> its part of ``bubble``, if known."""
     filling: Filling | None = None
-    """What filling bubbles does to the step, where modules do and where that is known."""
+    """Effect of modules that fill bubbles on the step, if there are any and it is known."""
     waits: tuple[Wait, ...] = ()
-    """When these ranks are idle, where it is known why."""
-    apart: frozenset[str] = frozenset()
-    """Modules that run on a stream of their own, beside others."""
+    """Times and causes of these ranks' idleness, if known."""
 
 
 def from_simulation(simulation: Simulation, most: int | None = None, filling: Filling | None = None) -> Timeline:
@@ -57,41 +51,30 @@ def from_simulation(simulation: Simulation, most: int | None = None, filling: Fi
     events = tuple(Event(rank, *event) for rank in ranks for event in simulation.of(rank))
     waits = tuple(wait for rank in ranks for wait in simulation.waits(rank))
     world, causes = len(simulation.ranks), simulation.bubble_by_cause
-    apart, bubble = frozenset(action.node.module for action in simulation.beside), simulation.bubble
-    return Timeline("simulated", ranks, events, simulation.time, bubble, world, causes, filling, waits, apart)
+    return Timeline("simulated", ranks, events, simulation.time, simulation.bubble, world, causes, filling, waits)
 
 
 def from_measured(
     events: Mapping[int, Sequence[tuple[Action, float, float]]],
     span: tuple[float, float],
     most: int | None = None,
-    apart: Collection[str] = (),
 ) -> Timeline:
     """Make the timeline of a measured step, of at most ``most`` evenly chosen ranks (None: of all).
 
     Args:
-        events: rank -> (action, start, end) in seconds of one clock, in the sequence in which they ran.
+        events: rank -> (action, start, end) in seconds of one clock, in the order in which they ran.
         span: begin and end of the step on that clock.
-        apart: modules that ran on a stream of their own, beside others.
     """
     first, last = span
-    busy = sum(_covered((start, end) for _, start, end in own) for own in events.values())
+    busy = sum(end - start for own in events.values() for _, start, end in own)
     ranks = evenly(events, most)
     shown = (Event(r, action, start - first, end - first) for r in ranks for action, start, end in events[r])
     bubble = 1.0 - busy / ((last - first) * len(events)) if last > first else 0.0
-    return Timeline("measured", ranks, tuple(shown), last - first, bubble, len(events), apart=frozenset(apart))
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds in which any of them is under way."""
-    covered, until = 0.0, -float("inf")
-    for start, end in sorted(spans):
-        covered, until = covered + max(0.0, end - max(start, until)), max(until, end)
-    return covered
+    return Timeline("measured", ranks, tuple(shown), last - first, bubble, len(events))
 
 
 def evenly(ranks: Iterable[int], most: int | None) -> tuple[int, ...]:
-    """Choose at most ``most`` ranks evenly, ascending, including the first and the last where ``most`` is above 1."""
+    """Choose at most ``most`` ranks evenly, ascending; above 1, they include the first and the last."""
     ascending = tuple(sorted(ranks))
     if most is None or len(ascending) <= most:
         return ascending
@@ -113,16 +96,14 @@ def write_trace(path: Path | str, *timelines: Timeline) -> None:
         trace.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": label}})
         trace.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
         for rank in timeline.ranks:
-            threads = {rank: f"rank {rank}"} | ({rank + BESIDE: f"rank {rank}, beside"} if timeline.apart else {})
-            for number, name in threads.items():
-                thread = {"ph": "M", "pid": pid, "tid": number}
-                trace.append({**thread, "name": "thread_name", "args": {"name": name}})
-                trace.append({**thread, "name": "thread_sort_index", "args": {"sort_index": rank}})
-        trace += [_complete(pid, event, event.action.node.module in timeline.apart) for event in timeline.events]
+            thread = {"ph": "M", "pid": pid, "tid": rank}
+            trace.append({**thread, "name": "thread_name", "args": {"name": f"rank {rank}"}})
+            trace.append({**thread, "name": "thread_sort_index", "args": {"sort_index": rank}})
+        trace += [_complete(pid, event) for event in timeline.events]
     Path(path).write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
 
 
-def _complete(pid: int, event: Event, beside: bool) -> dict[str, Any]:
+def _complete(pid: int, event: Event) -> dict[str, Any]:
     kind, stage_id, microbatch = event.action
     args: dict[str, Any] = {"kind": kind, "module": stage_id.module, "stage": stage_id.stage}
     if microbatch >= 0:
@@ -130,7 +111,7 @@ def _complete(pid: int, event: Event, beside: bool) -> dict[str, Any]:
     return {
         "ph": "X",
         "pid": pid,
-        "tid": event.rank + BESIDE * beside,
+        "tid": event.rank,
         "name": str(event.action),
         "cat": f"{stage_id.module},{kind}",
         "ts": 1e6 * event.start,

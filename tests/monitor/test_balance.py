@@ -1,4 +1,4 @@
-"""`BalanceMonitor` over plans made by hand and a clock of known seconds."""
+"""`BalanceMonitor` over plans made by hand and a clock of known seconds; bytes that programs send."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ import torch
 from lightning.pytorch.loggers import Logger, WandbLogger
 from matplotlib.collections import PolyCollection
 
-from hetero_strategy.boundary.route import Hop, Rows, Transfer
+from hetero_strategy.boundary.route import Hop, Rows, Transfer, least_rows
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.loading.batch import LoadTimes
 from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor
 from hetero_strategy.monitor.balance import BalanceSummary, Spread
-from hetero_strategy.monitor.balance_draw import SEPARATE, figure
-from hetero_strategy.monitor.traffic import Traffic
-from hetero_strategy.plan.step_plan import ModuleLoad
+from hetero_strategy.monitor.draw import SEPARATE, balance_figure
+from hetero_strategy.plan.step_plan import ModuleLoad, edge_blocks
 from hetero_strategy.schedule.action import StageId
-from hetero_strategy.schedule.compile import RankTransfer, StepProgram
+from hetero_strategy.schedule.compile import RankTransfer, StepProgram, Traffic, compile_step, rows_on, sent
 from tests.monitor.fakes import WAIT, Clock, Counted, CountedEncoder, Lit, Loader, Model, make_batch
 from tests.monitor.fakes import Remember as Throughput
+from tests.schedule.test_compile import planned
 
 BEFORE = np.array([[1.0, 3.0], [5.0, 1.0]])
 AFTER = np.array([[2.0, 2.0], [3.0, 3.0]])
@@ -94,9 +95,8 @@ def fit(
         log_every_n_steps=1,
         **(options or {"limit_val_batches": 0}),
     )
-    loader = Loader(clock, batch)
-    loader.restarts = 2  # type: ignore[attr-defined]
-    trainer.fit(Lit(clock, Model(llm=Counted(1.0), vision=CountedEncoder())), loader, Loader(clock, batch))
+    model = Model(llm=Counted(1.0), vision=CountedEncoder())
+    trainer.fit(Lit(clock, model), Loader(clock, batch), Loader(clock, batch))
     return logger.rows, monitor
 
 
@@ -109,7 +109,7 @@ def test_logs_of_known_loads_and_seconds(tmp_path: Path) -> None:
         assert metrics["data/plan_seconds"] == pytest.approx(2 * WAIT)
         assert metrics["data/payload_seconds"] == pytest.approx(3.0)
         assert metrics["data/plan_hidden_share"] == pytest.approx(0.5)  # half of it fits into the wait
-        assert metrics["data/microbatches"] == 2 and metrics["data/worker_restarts"] == 2
+        assert metrics["data/microbatches"] == 2
         assert not any(name.startswith("balance/bytes") for name in metrics)  # one device: no placement
         assert "data/wait_seconds" not in metrics  # ThroughputMonitor's
     assert [metrics["data/skipped_samples"] for _, metrics in rows] == [2, 2, 1]
@@ -136,7 +136,7 @@ def test_a_wait_shorter_than_the_plan_hides_the_rest_and_a_longer_one_hides_noth
 
 def test_what_is_not_known_is_not_logged(tmp_path: Path) -> None:
     rows, monitor = fit(tmp_path, loaded_batch(loads={}), steps=2)
-    assert set(rows[0][1]) == {"data/microbatches", "data/skipped_samples", "data/worker_restarts"}
+    assert set(rows[0][1]) == {"data/microbatches", "data/skipped_samples"}
     written = json.loads((tmp_path / "balance.json").read_text())
     assert written["modules"] == {} and written["plan_seconds"] is None and written["bytes_between_nodes"] is None
     assert not (tmp_path / "balance.png").exists()
@@ -238,7 +238,7 @@ def test_picture(instances: int) -> None:
     before = np.sort(np.random.default_rng(1).random(instances))[::-1] + 0.5
     after = np.full(instances, before.mean())
     spreads = {"vision": Spread(before, after), "llm": Spread(after, after)}
-    picture = figure(BalanceSummary(3, spreads, None, 0.0, None, None, None, 1.0, 0, 0))
+    picture = balance_figure(BalanceSummary(3, spreads, None, 0.0, None, None, None, 1.0, 0))
     assert len(picture.axes) == 4
     for axes, loads in zip(picture.axes, (before, after, after, after), strict=True):
         wait, work = (c for c in axes.collections if isinstance(c, PolyCollection))
@@ -263,3 +263,49 @@ def test_bad_options_are_refused(options: dict[str, Any]) -> None:
 def test_a_batch_without_a_plan_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="list without a step plan"):
         fit(tmp_path, [1], steps=1)
+
+
+LAYOUTS = {
+    "apart": {"vision": ModuleLayout((0, 1)), "llm": ModuleLayout((2, 3))},
+    "colocated": {"vision": ModuleLayout(range(4)), "llm": ModuleLayout(range(4), tp=2)},
+    "replicas, pipeline": {"vision": ModuleLayout(range(4), tp=2), "llm": ModuleLayout((2, 3, 4, 5), pp=2, tp=2)},
+    "generator": {"vision": ModuleLayout((0,)), "llm": ModuleLayout((1, 2)), "draw": ModuleLayout((0, 3))},
+}
+
+
+@pytest.mark.parametrize("frozen", [(), ("vision",)])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ranks_send_the_least_there_and_back_where_gradients_flow(name: str, frozen: tuple[str, ...]) -> None:
+    plan, schedule, world = planned(LAYOUTS[name], "1f1b", 2, frozen=frozen)
+    graph, row_bytes = schedule.graph, [2 + number for number in range(len(schedule.graph.edges))]
+    programs = [compile_step(plan, schedule, rank) for rank in range(world)]
+    edges = {n: edge for n, edge in enumerate(graph.edges) if edge[0].module != edge[1].module}
+    expected = 0
+    for number, (source, target) in edges.items():
+        for p, t in plan.feeds(source.module, target.module):
+            blocks = edge_blocks(plan, source.module, p, target.module, t)
+            sides = (
+                rows_on(graph.stages[node], plan.assignments[node.module][m].totals(inner=node == target))
+                for node, m in ((source, p), (target, t))
+            )
+            one, other = sides
+            ways = (False, True) if graph.stages[source].backward else (False,)
+            expected += sum(least_rows(blocks, one, other, backward=way) for way in ways) * row_bytes[number]
+    for ranks_per_node in (1, 2, world):
+        each = [sent(rank, program, row_bytes, ranks_per_node, edges) for rank, program in enumerate(programs)]
+        within, between = (sum(column) for column in zip(*each, strict=True))
+        assert within + between == expected > 0
+        assert (ranks_per_node > 1 or not within) and (ranks_per_node < world or not between)
+        every = [sent(rank, program, row_bytes, ranks_per_node) for rank, program in enumerate(programs)]
+        assert (sum(map(sum, every)) > expected) == (len(edges) < len(graph.edges))
+
+
+def test_by_hand() -> None:
+    """Rank 1 sends 3 rows of 10 bytes to rank 0 and 5 to rank 2, one of which it passes on; 7 rows of 2 bytes apart."""
+    first, none = Hop(((0, Rows(0, 3)), (2, Rows(3, 5)))), (Rows(0, 0), Rows(0, 0))
+    one = RankTransfer(0, False, (0, 0), Transfer(8, 8, none, first, Hop(((2, Rows(0, 1)),), ((0, Rows(0, 9)),))))
+    other = RankTransfer(1, True, (0, 0), Transfer(7, 7, none, Hop(((0, Rows(0, 7)),))))
+    program = StepProgram(True, (), (one, other))
+    assert sent(1, program, [10, 2], 2) == Traffic(30.0 + 14.0, 60.0)
+    assert sent(1, program, [10, 2], 2, {0}) == Traffic(30.0, 60.0)
+    assert sent(1, program, [10, 2], 4, {0}) == Traffic(90.0, 0.0)

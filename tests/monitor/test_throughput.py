@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +13,11 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.monitor import MemoryMonitor, ThroughputMonitor, wandb_logger
+from hetero_strategy.model.spec import fed_by_trainable
+from hetero_strategy.monitor import MemoryMonitor, ThroughputMonitor
 from hetero_strategy.monitor.measure import Spent
-from hetero_strategy.monitor.throughput import _memory, _Window
-from hetero_strategy.parallelize.recompute import recomputes
-from hetero_strategy.plan.ahead import ahead
+from hetero_strategy.monitor.throughput import ModuleFlops, Part, _memory, device_peak_flops, utilization, work
+from hetero_strategy.parallelize.transforms import read_transforms
 from tests.monitor.fakes import (
     STEP,
     VALIDATION,
@@ -39,7 +39,7 @@ def fit(
     batch: Any = None,
     steps: int = 4,
     model: nn.Module | None = None,
-    recompute: Any = (),
+    recompute: dict[str, str] | None = None,
     trainer_options: dict[str, Any] | None = None,
     clock: Clock | None = None,
     monitor: ThroughputMonitor | None = None,
@@ -61,7 +61,7 @@ def fit(
         default_root_dir=tmp_path,
         **(trainer_options or {"limit_val_batches": 0}),
     )
-    trainer.strategy.recompute = recomputes(recompute)  # type: ignore[attr-defined]
+    trainer.strategy.transforms = read_transforms({name: {"recompute": how} for name, how in (recompute or {}).items()})  # type: ignore[attr-defined]
     batch = batch or make_batch()
     trainer.fit(lit, Loader(clock, batch), Loader(clock, batch))
     return logger.rows, trainer
@@ -131,9 +131,9 @@ def test_a_frozen_backbone_has_no_backward(tmp_path: Path) -> None:
     assert rows[0][1]["mfu/llm"] == pytest.approx(2 * LLM / (STEP * 1e5))
 
 
-@pytest.mark.parametrize(("recompute", "body", "head"), [((), 3, 4), (("llm",), 4, 4), ({"llm": "whole"}, 4, 5)])
+@pytest.mark.parametrize(("recompute", "body", "head"), [({}, 3, 4), ({"llm": "all"}, 4, 4), ({"llm": "whole"}, 4, 5)])
 def test_a_head_works_for_labelled_rows_alone_and_always_again(
-    tmp_path: Path, recompute: Any, body: int, head: int
+    tmp_path: Path, recompute: dict[str, str], body: int, head: int
 ) -> None:
     """3 of 60 tokens have a label."""
     model = Model(llm=Counted(100.0, head=40.0), vision=CountedEncoder())
@@ -143,20 +143,12 @@ def test_a_head_works_for_labelled_rows_alone_and_always_again(
 
 
 def test_recompute_counts_for_hardware_only(tmp_path: Path) -> None:
-    rows, _ = fit(tmp_path, steps=1, every_n_steps=1, peak_flops=1e5, recompute=("llm",))
+    rows, _ = fit(tmp_path, steps=1, every_n_steps=1, peak_flops=1e5, recompute={"llm": "all"})
     assert rows[0][1]["mfu/llm"] == pytest.approx(3 * LLM / (STEP * 1e5))
     assert rows[0][1]["hfu/llm"] == pytest.approx(4 * LLM / (STEP * 1e5))
     assert rows[0][1]["hfu/vision"] == rows[0][1]["mfu/vision"]
-    rows, _ = fit(tmp_path, steps=1, every_n_steps=1, peak_flops=1e5, recompute=("vision",))
+    rows, _ = fit(tmp_path, steps=1, every_n_steps=1, peak_flops=1e5, recompute={"vision": "all"})
     assert rows[0][1]["hfu/vision"] == rows[0][1]["mfu/vision"], "it has no blocks, which alone run again"
-
-
-def test_what_runs_ahead_counts_in_the_step_that_it_is_for() -> None:
-    batch, window = make_batch(), _Window()
-    plan = batch.plan
-    batch.plan = replace(plan, assignments={**plan.assignments, ahead("vision"): plan.assignments["llm"]})
-    window.add(batch)
-    assert (set(window.rows), set(window.sequences), window.padding) == ({"llm", "vision"}, {"llm", "vision"}, 4)
 
 
 def test_a_module_recomputed_as_a_whole_counts_its_parts_without_blocks(tmp_path: Path) -> None:
@@ -188,12 +180,6 @@ def test_what_it_cannot_measure_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, model=nn.Linear(1, 1), steps=1)
 
 
-def test_loggers(tmp_path: Path) -> None:
-    logger = wandb_logger(tmp_path / "new", name="run")
-    assert logger.save_dir == str(tmp_path / "new") and (tmp_path / "new").is_dir()
-    assert logger._offline
-
-
 def test_a_peak_that_another_monitor_begins_anew_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a stand-in: there is no CUDA device here."""
     device, peak = torch.device("cuda:7"), [5 * 2**30]
@@ -207,3 +193,54 @@ def test_a_peak_that_another_monitor_begins_anew_is_not_lost(monkeypatch: pytest
     assert peak == [2**30] and _memory(device) == ("memory/max_allocated_gib", 5.0)
     peak[0] = 6 * 2**30
     assert _memory(device)[1] == 6.0
+
+
+@pytest.mark.parametrize(
+    ("trainable", "upstream", "recomputed", "model", "hardware"),
+    [
+        (True, False, False, 300, 300),
+        (True, True, False, 300, 300),
+        (False, True, False, 200, 200),  # only the gradient of the rows
+        (False, False, False, 100, 100),  # no backward at all
+        (True, False, True, 300, 400),
+        (False, True, True, 200, 300),
+        (False, False, True, 100, 100),  # no backward, so nothing is recomputed
+    ],
+)
+def test_backward_and_recompute(
+    trainable: bool, upstream: bool, recomputed: bool, model: float, hardware: float
+) -> None:
+    assert work([Part(100, trainable, recomputed)], upstream) == ModuleFlops(model, hardware)
+
+
+def test_parts_feed_each_other() -> None:
+    frozen, trained = Part(1000, False), Part(10, True)
+    assert work([frozen, trained], upstream=False).model == 1000 + 30
+    assert work([trained, frozen], upstream=False).model == 30 + 2000
+    assert work([frozen, trained], upstream=True).model == 2000 + 30
+
+
+def test_trainability_travels_along_paths() -> None:
+    trainable = {"llm": False, "generator": False, "vision": True, "audio": False}
+    edges = [("llm", "generator"), ("vision", "llm"), ("audio", "llm")]  # in no useful order
+    assert fed_by_trainable(trainable, edges) == {"llm": True, "generator": True, "vision": False, "audio": False}
+    assert not any(fed_by_trainable({**trainable, "vision": False}, edges).values())
+
+
+def test_utilization_on_hand_numbers() -> None:
+    # 8 devices of 100 TFLOP/s in 2 s could do 1.6e15 FLOPs
+    assert utilization(4e14, 2.0, 8, 100e12) == pytest.approx(0.25)
+
+
+def test_peak_is_known_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_peak_flops(torch.device("cpu")) is None
+    table = SimpleNamespace(get_peak_flops=lambda name: 989e12 if "H100" in name else 312e12)
+    monkeypatch.setitem(sys.modules, "torchtitan.tools.utils", table)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torchtitan.tools", SimpleNamespace(utils=table))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torchtitan", SimpleNamespace(tools=None))  # type: ignore[arg-type]
+    for name, peak in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert device_peak_flops(torch.device("cuda", 0)) == peak
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    with pytest.warns(UserWarning, match="Some GPU is not known"):
+        assert device_peak_flops(torch.device("cuda", 0)) is None

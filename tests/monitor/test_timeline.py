@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from matplotlib.collections import PolyCollection
@@ -12,14 +14,14 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from PIL import Image
 
+from hetero_strategy.errors import ConfigError
+from hetero_strategy.monitor import TimelineMonitor
+from hetero_strategy.monitor.draw import WAITS, draw_timelines, timeline_figure
 from hetero_strategy.monitor.timeline import Timeline, evenly, from_measured, from_simulation, write_trace
-from hetero_strategy.monitor.timeline_draw import WAITS, draw, figure
 from hetero_strategy.schedule.action import Action, StageId
-from hetero_strategy.simulator.bubbles import Filling
-from hetero_strategy.simulator.links import Links
-from hetero_strategy.simulator.result import Simulation
+from hetero_strategy.simulator.cluster import Links
+from hetero_strategy.simulator.result import Filling, Simulation
 from hetero_strategy.simulator.simulate import simulate
-from tests.schedule.test_beside import both, bubbles, costs, stages
 from tests.simulator.schedules import chain, random_schedule
 
 COSTS = {"F": 1e-3, "B": 2e-3, "I": 1e-3, "W": 1e-3, "UNSHARD": 5e-4, "REDUCE": 5e-4}
@@ -71,7 +73,7 @@ def test_ranks_that_ran_nothing_count_as_idle() -> None:
     assert from_measured({}, (0.0, 0.0)).events == ()
     spanned = from_measured({0: [(action, 1.0, 2.0)]}, span=(0.5, 4.5))
     assert (spanned.time, spanned.bubble, spanned.events[0].start) == (4.0, 0.75, 0.5)
-    assert boxes(figure(found)) == 1
+    assert boxes(timeline_figure(found)) == 1
 
 
 def test_what_filling_does_is_said_in_trace_and_picture(tmp_path: Path) -> None:
@@ -82,7 +84,7 @@ def test_what_filling_does_is_said_in_trace_and_picture(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     said = ["75% of the work of vision in bubbles" in e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert said == [True, False]
-    titles = [axes.get_title(loc="right") for axes in figure(filled, plain).axes]
+    titles = [axes.get_title(loc="right") for axes in timeline_figure(filled, plain).axes]
     assert titles[0] == f"75% of the work of vision in bubbles, alone 500 ms   ·   {titles[1]}"
 
 
@@ -124,7 +126,7 @@ def test_trace_is_what_perfetto_reads(tmp_path: Path) -> None:
 def test_picture_has_a_box_per_event(seed: int) -> None:
     simulation = simulate(random_schedule(seed), lambda action: COSTS[action.kind])
     one, two = from_simulation(simulation), measured(simulation)
-    picture = figure(one, two, title="a step")
+    picture = timeline_figure(one, two, title="a step")
     assert boxes(picture) == len(one.events) + len(two.events)
     assert [axes.get_title(loc="left") for axes in picture.axes] == ["simulated", "measured"]
     assert len({axes.get_xlim() for axes in picture.axes}) == 1
@@ -135,7 +137,7 @@ def test_picture_has_a_box_per_event(seed: int) -> None:
 def test_idle_times_have_the_colours_of_their_causes(seed: int) -> None:
     simulation = simulate(random_schedule(seed), lambda action: COSTS[action.kind], Links(1e-3))
     one = from_simulation(simulation)
-    picture = figure(one, measured(simulation))
+    picture = timeline_figure(one, measured(simulation))
     assert boxes(picture, idle=True) == len(one.waits) > 0
     causes = {cause for cause, part in simulation.bubble_by_cause.items() if part > 0}
     for collection in drawn(picture, idle=True):
@@ -151,51 +153,42 @@ def test_idle_times_have_the_colours_of_their_causes(seed: int) -> None:
 
 
 def test_picture_has_numbers_where_they_fit() -> None:
-    numbers = [text.get_text() for text in figure(from_simulation(simulated())).axes[0].texts]
+    numbers = [text.get_text() for text in timeline_figure(from_simulation(simulated())).axes[0].texts]
     assert sorted(numbers) == sorted(str(i) for i in range(8) for _ in range(8))
-    assert not figure(from_simulation(simulated(4, 200))).axes[0].texts
+    assert not timeline_figure(from_simulation(simulated(4, 200))).axes[0].texts
 
 
 def test_kinds_and_modules_look_different() -> None:
     simulation = simulate(random_schedule(2), lambda action: COSTS[action.kind])
     kinds = {(e.action.node.module, e.action.kind) for e in from_simulation(simulation).events}
     looks = {
-        (tuple(c.get_facecolor()[0]), c.get_hatch()) for c in drawn(figure(from_simulation(simulation)), idle=False)
+        (tuple(c.get_facecolor()[0]), c.get_hatch())
+        for c in drawn(timeline_figure(from_simulation(simulation)), idle=False)
     }
     assert len(looks) >= len(kinds) > 6
 
 
 def test_picture_of_many_ranks_shows_some_and_says_so() -> None:
     found = from_simulation(simulated(4, 2, instances=50))
-    picture = figure(found)
+    picture = timeline_figure(found)
     assert boxes(picture) == 64 * 4
     assert "64 of 200 ranks shown" in picture.axes[0].get_title(loc="right")
     few = from_simulation(simulated(4, 2, instances=50), most=8)
     assert few.world == 200 and few.bubble == found.bubble
-    assert "8 of 200 ranks shown" in figure(few).axes[0].get_title(loc="right")
+    assert "8 of 200 ranks shown" in timeline_figure(few).axes[0].get_title(loc="right")
 
 
 def test_draw_writes_png_and_svg(tmp_path: Path) -> None:
     found = from_simulation(simulated(2, 2))
-    draw(tmp_path / "a.png", found, title="a step")
-    draw(tmp_path / "a.svg", found)
+    draw_timelines(tmp_path / "a.png", found, title="a step")
+    draw_timelines(tmp_path / "a.svg", found)
     with Image.open(tmp_path / "a.png") as image:
         assert image.width > 1000
     assert (tmp_path / "a.svg").read_text().lstrip().startswith("<?xml")
 
 
-def test_what_ran_beside_others_has_a_line_of_its_own_and_is_busy_once(tmp_path: Path) -> None:
-    graph, cost = stages(2), costs(0.5)
-    _, simulation = both(graph, 4, cost, bubbles(cost, 0.3))
-    timeline = from_simulation(simulation)
-    assert timeline.apart == {"vision"} and 0 <= timeline.bubble < 1
-    write_trace(tmp_path / "trace.json", timeline)
-    found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    modules = {tid: {e["args"]["module"] for e in found if e["ph"] == "X" and e["tid"] == tid} for tid in range(2)}
-    assert modules == {0: {"llm"}, 1: {"llm"}}
-    names = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
-    apart = {names[e["tid"]] for e in found if e["ph"] == "X" and e["args"]["module"] == "vision"}
-    assert apart == {"rank 0, beside", "rank 1, beside"}
-    events = {rank: simulation.of(rank) for rank in (0, 1)}
-    measured = from_measured(events, (0.0, simulation.time), apart=timeline.apart)
-    assert measured.bubble == pytest.approx(timeline.bubble, abs=1e-9)
+def test_a_strategy_without_a_schedule_is_refused() -> None:
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace())
+    module: Any = None
+    with pytest.raises(ConfigError, match="SimpleNamespace has no schedule; use HeteroStrategy"):
+        TimelineMonitor().on_train_start(trainer, module)

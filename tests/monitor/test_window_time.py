@@ -17,7 +17,7 @@ from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.without_values import models_without_values
 from hetero_strategy.monitor import BalanceMonitor, ThroughputMonitor
 from hetero_strategy.plan.balance import Cost
-from hetero_strategy.plan.orchestrator import ResolvedBalance, plan_step
+from hetero_strategy.plan.plan_step import ResolvedBalance, plan_step
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan
 from hetero_strategy.schedule.action import StageId
 from hetero_strategy.schedule.build import make_schedule
@@ -54,7 +54,7 @@ def planned(seed: int, instances: int, microbatches: int) -> StepPlan:
     items = StepItems(sample, rows, place_in_sample * (tokens[sample] // 4), 4 * rows)
     metadata = StepMetadata(0, seed, number, tokens, tokens // 3, {"vision": items})
     costs = {"vision": Cost(1e5, 1.0), "llm": Cost(1e6, 1.0)}
-    balancing = ResolvedBalance(policy=dict.fromkeys(costs, "auto"), costs=costs, near={}, rearrange="home")
+    balancing = ResolvedBalance(policy=dict.fromkeys(costs, "auto"), costs=costs)
     counts = dict.fromkeys(costs, instances)
     return plan_step(metadata, counts, ("llm",), microbatches=microbatches, balancing=balancing)
 

@@ -1,4 +1,8 @@
-"""``draw``: timelines as a picture. Ranks down, time across, a colour per module, a look per kind of action."""
+"""Pictures of timelines and of balance.
+
+Timelines: ranks go down, time across; colours mark modules, shades and hatches kinds of actions. Balance: how even the
+work of every module's instances was, as sampled and as planned.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +11,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import hsv_to_rgb, rgb_to_hsv, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.timeline import Event, Timeline, evenly
 from hetero_strategy.schedule.action import Kind
 from hetero_strategy.simulator.result import Cause
 
 Colour = tuple[float, float, float]
 MODULES = ("#4477aa", "#e08b35", "#4f9d6b", "#aa6bb5", "#cc5a5a", "#4fa9b8", "#a38a3d", "#7a7f8c")
-"""Colours of modules as they appear, repeated where there are more modules."""
+"""Colours of modules in order of appearance, repeated if there are more modules."""
 TINTS: dict[Kind, float] = {"F": 0.58, "B": 0.0, "I": 0.22, "W": 0.38, "UNSHARD": -0.45, "REDUCE": -0.6}
-"""Share of white in the colour of a kind of action, or of black where it is below 0."""
+"""Share of white in the colour of a kind of action, or of black if negative."""
 HATCHES: dict[Kind, str] = {"W": "/////", "UNSHARD": "....", "REDUCE": "xxxx"}
 NAMES: dict[Kind, str] = {
     "F": "F forward",
@@ -41,22 +47,28 @@ WAITS: dict[Cause, str] = {
     "straggler": "#e4d3f0",
     "cool-down": "#d8ecd6",
 }
-"""Colours of what idle ranks wait for."""
+"""Colours of the causes of idleness."""
 INK, FAINT, IDLE, STRIPE = "#22252b", "#767b85", "#f4f4f6", "#dcdde2"
 MOST_RANKS = 64
 MOST_NUMBERS = 4000
 """Most microbatch numbers in one picture, as text is slow to draw."""
 WIDTH = 14.0
 """Width of the picture in inches."""
+SEPARATE = 96
+"""Most instances whose bars have gaps between them."""
+GAP = 0.08
+"""Half a gap, in widths of an instance."""
+ROW = 2.5
+"""Height of one module's row of balance in inches."""
 
 
-def draw(path: Path | str, *timelines: Timeline, title: str = "") -> None:
+def draw_timelines(path: Path | str, *timelines: Timeline, title: str = "") -> None:
     """Write a picture of timelines, from top to bottom on one time axis; ``path`` ends in .png or .svg."""
-    figure(*timelines, title=title).savefig(path, dpi=150, facecolor="white")
+    timeline_figure(*timelines, title=title).savefig(path, dpi=150, facecolor="white")
 
 
-def figure(*timelines: Timeline, title: str = "") -> Figure:
-    """Draw the picture as a figure of its own, without pyplot and its global state."""
+def timeline_figure(*timelines: Timeline, title: str = "") -> Figure:
+    """Draw the picture as a figure, without pyplot and its global state."""
     shown = [_at_most(timeline, MOST_RANKS) for timeline in timelines]
     modules = list(dict.fromkeys(e.action.node.module for t in shown for e in sorted(t.events, key=lambda e: e.start)))
     colours = {m: to_rgb(MODULES[i % len(MODULES)]) for i, m in enumerate(modules)}
@@ -115,7 +127,7 @@ def _at_most(timeline: Timeline, most: int) -> Timeline:
 
 
 def _shade(colour: Colour, kind: Kind, turn: int = 0) -> Colour:
-    """Colour of a kind of action, with the hue turned for later stages of a rank."""
+    """Return the colour of a kind of action, with the hue turned for later stages of a rank."""
     tint = TINTS[kind]
     toward = 1.0 if tint > 0 else 0.0
     hue, saturation, value = rgb_to_hsv(colour)
@@ -125,7 +137,7 @@ def _shade(colour: Colour, kind: Kind, turn: int = 0) -> Colour:
 
 
 def _stages(events: Iterable[Event]) -> dict[tuple[int, str], list[int]]:
-    """(rank, module) -> stages of the module that the rank has, ascending."""
+    """Return (rank, module) -> stages of the module on the rank, ascending."""
     stages: dict[tuple[int, str], set[int]] = defaultdict(set)
     for event in events:
         stages[event.rank, event.action.node.module].add(event.action.node.stage)
@@ -133,12 +145,12 @@ def _stages(events: Iterable[Event]) -> dict[tuple[int, str], list[int]]:
 
 
 def _turns(events: Iterable[Event]) -> dict[tuple[int, str, int], int]:
-    """(rank, module, stage) -> number of earlier stages of the module that the rank has."""
+    """Return (rank, module, stage) -> number of earlier stages of the module on the rank."""
     return {(*key, stage): i for key, numbers in _stages(events).items() for i, stage in enumerate(numbers)}
 
 
 def _frame(axes: Axes, timeline: Timeline, longest: float, height: float, last: bool) -> None:
-    """Axes, labels and the idle background."""
+    """Draw axes, labels and the idle background."""
     count = len(timeline.ranks)
     axes.set_xlim(0, longest * 1.004)
     axes.set_ylim(count - 0.4, -0.6)
@@ -160,7 +172,7 @@ def _frame(axes: Axes, timeline: Timeline, longest: float, height: float, last: 
 
 
 def _labels(timeline: Timeline) -> list[str]:
-    """Label of each rank: its number and, where there is space, its stages."""
+    """Return the label of each rank: its number and, if there is space, its stages."""
     if len(timeline.ranks) > 32:
         return [str(rank) for rank in timeline.ranks]
     names: dict[int, list[str]] = defaultdict(list)
@@ -170,7 +182,7 @@ def _labels(timeline: Timeline) -> list[str]:
 
 
 def _waits(axes: Axes, timeline: Timeline) -> None:
-    """Draw what idle ranks wait for, where that is known."""
+    """Draw the causes of idleness, if known."""
     row = {rank: i for i, rank in enumerate(timeline.ranks)}
     boxes: dict[Cause, list[Sequence[tuple[float, float]]]] = defaultdict(list)
     for rank, cause, start, end in timeline.waits:
@@ -181,15 +193,9 @@ def _waits(axes: Axes, timeline: Timeline) -> None:
         )
 
 
-def _box(row: int, start: float, end: float, top: float = -0.42, bottom: float = 0.42) -> Sequence[tuple[float, float]]:
-    return ((start, row + top), (end, row + top), (end, row + bottom), (start, row + bottom))
-
-
-def _span(timeline: Timeline, module: str) -> tuple[float, float]:
-    """Which part of a row a module has: what runs beside others its lower third, where there is such a module."""
-    if not timeline.apart:
-        return -0.42, 0.42
-    return (0.16, 0.42) if module in timeline.apart else (-0.42, 0.14)
+def _box(row: int, start: float, end: float) -> Sequence[tuple[float, float]]:
+    top, bottom = row - 0.42, row + 0.42
+    return ((start, top), (end, top), (end, bottom), (start, bottom))
 
 
 def _boxes(axes: Axes, timeline: Timeline, colours: dict[str, Colour]) -> None:
@@ -199,7 +205,7 @@ def _boxes(axes: Axes, timeline: Timeline, colours: dict[str, Colour]) -> None:
     looks: dict[tuple[Colour, Kind], list[Sequence[tuple[float, float]]]] = defaultdict(list)
     for rank, action, start, end in timeline.events:
         colour = _shade(colours[action.node.module], action.kind, turns[rank, action.node.module, action.node.stage])
-        looks[colour, action.kind].append(_box(row[rank], start, end, *_span(timeline, action.node.module)))
+        looks[colour, action.kind].append(_box(row[rank], start, end))
     line = 0.6 if len(timeline.events) < 2500 else 0.2
     for (colour, kind), boxes in looks.items():
         axes.add_collection(
@@ -213,7 +219,7 @@ def _numbers(axes: Axes, timeline: Timeline, colours: dict[str, Colour], longest
     """Write microbatch numbers into boxes that are large enough, if most are."""
     size = min(8.5, 72 * height * 0.55)
     points = 72 * WIDTH * 0.85 / longest
-    numbered = [e for e in timeline.events if e.action.microbatch >= 0 and e.action.node.module not in timeline.apart]
+    numbered = [e for e in timeline.events if e.action.microbatch >= 0]
     fits = [e for e in numbered if (e.end - e.start) * points > size * (0.62 * len(str(e.action.microbatch)) + 0.3)]
     if len(fits) < 0.5 * len(numbered) or len(fits) > MOST_NUMBERS:
         return
@@ -224,7 +230,7 @@ def _numbers(axes: Axes, timeline: Timeline, colours: dict[str, Colour], longest
         light = 0.3 * colour[0] + 0.59 * colour[1] + 0.11 * colour[2] > 0.55
         axes.text(
             (start + end) / 2,
-            row[rank] + sum(_span(timeline, action.node.module)) / 2,
+            row[rank],
             str(action.microbatch),
             ha="center",
             va="center_baseline",
@@ -235,3 +241,105 @@ def _numbers(axes: Axes, timeline: Timeline, colours: dict[str, Colour], longest
             else None,
             zorder=3,
         )
+
+
+def draw_balance(path: Path | str, summary: BalanceSummary) -> None:
+    """Write the picture; ``path`` ends in .png or .svg."""
+    balance_figure(summary).savefig(path, dpi=150, facecolor="white")
+
+
+def balance_figure(summary: BalanceSummary) -> Figure:
+    """Draw the picture as a figure: a row per module, as sampled on the left and as planned on the right.
+
+    Bars are the loads of the module's instances, sorted in every microbatch and averaged over the run; 1 is the sampled
+    mean. Hatching marks the time in which an instance waits for the busiest one.
+    """
+    count = max(1, len(summary.spreads))
+    picture = Figure(figsize=(WIDTH, ROW * count + 1.35))
+    picture.set_layout_engine(ConstrainedLayoutEngine(hspace=0.09, wspace=0.04, h_pad=0.09, w_pad=0.08))
+    picture.suptitle(_headline(summary), fontsize=13, fontweight="bold", color=INK)
+    grid = picture.add_gridspec(count, 2)
+    for row, (module, spread) in enumerate(summary.spreads.items()):
+        unit = float(spread.before.mean()) or 1.0
+        top = 1.12 * max(float(spread.before.max()), float(spread.after.max()), unit) / unit
+        for column, (name, loads, ratio) in enumerate(
+            (
+                ("as sampled", spread.before / unit, spread.imbalance_before),
+                ("as planned", spread.after / unit, spread.imbalance_after),
+            )
+        ):
+            axes = picture.add_subplot(grid[row, column])
+            _bars(axes, loads, to_rgb(MODULES[row % len(MODULES)]))
+            _lines(axes, loads, top, sampled=float(spread.before.max(initial=0.0)) / unit)
+            _balance_frame(axes, top, len(loads), first=column == 0, last=row == count - 1)
+            axes.set_title(f"{module}, {name}", loc="left", fontsize=11, fontweight="bold", color=INK)
+            axes.set_title(_says(spread, ratio, after=column == 1), loc="right", fontsize=10, color=FAINT)
+    handles = [
+        Patch(facecolor="#6d7380", label="work of an instance, busiest first"),
+        Patch(facecolor=IDLE, hatch="////", edgecolor=STRIPE, label="waits for the busiest"),
+    ]
+    picture.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, labelcolor=INK, fontsize=9)
+    return picture
+
+
+def _headline(summary: BalanceSummary) -> str:
+    ratios = [f"{m} {s.imbalance_before:.2f} → {s.imbalance_after:.2f}" for m, s in summary.spreads.items()]
+    shown = f":  {', '.join(ratios)}" if len(ratios) <= 5 else ""  # as many as fit
+    return f"busiest instance over the mean, {summary.steps} step{'s' * (summary.steps != 1)}{shown}"
+
+
+def _says(spread: Spread, ratio: float, *, after: bool) -> str:
+    idle = f"max/mean {ratio:.2f}   ·   {1 - 1 / ratio:.0%} is waiting"
+    if not after:
+        return idle
+    change = spread.saved
+    return f"{idle}   ·   busiest has {abs(change):.0%} {'less' if change >= 0 else 'more'}"
+
+
+def _bars(axes: Axes, loads: np.ndarray, colour: tuple[float, float, float]) -> None:
+    """Draw loads from the busiest to the idlest, with the wait above each."""
+    bounds, highest = np.arange(len(loads) + 1) + 0.5, float(loads.max(initial=0.0))  # instance 1 is drawn around 1
+    x, y = np.repeat(bounds, 2)[1:-1], np.repeat(loads, 2)
+    if len(loads) <= SEPARATE:  # with more instances, box edges would be thinner than a pixel
+        x = np.column_stack([bounds[:-1] + GAP, bounds[1:] - GAP, np.full(len(loads), np.nan)]).ravel()
+        y = np.repeat(loads, 3)
+    axes.fill_between(x, y, highest, facecolor=IDLE, edgecolor=STRIPE, hatch="////", linewidth=0)
+    axes.fill_between(x, 0, y, facecolor=colour, linewidth=0, zorder=2)
+
+
+def _lines(axes: Axes, loads: np.ndarray, top: float, sampled: float) -> None:
+    """Draw the mean and the busiest sampled load across the bars, with names if there is space."""
+    count, mean = len(loads), float(loads.mean()) if len(loads) else 0.0
+    axes.axhline(mean, color=INK, linewidth=1.0, linestyle=(0, (4, 3)), zorder=3)
+    axes.axhline(sampled, color=FAINT, linewidth=0.8, linestyle=(0, (1, 2)), zorder=3)
+    heights = {"mean": (mean, INK)}
+    if sampled - mean > 0.13 * top:
+        heights["max\nsampled"] = (sampled, FAINT)
+    for name, (height, colour) in heights.items():
+        axes.annotate(
+            name,
+            (count + 0.5, height),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8.5,
+            linespacing=0.9,
+            color=colour,
+            annotation_clip=False,
+        )
+
+
+def _balance_frame(axes: Axes, top: float, count: int, *, first: bool, last: bool) -> None:
+    axes.set_xlim(0.5, count + 0.5)
+    axes.set_ylim(0, top)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(axis="both", length=0, labelsize=9, labelcolor=FAINT)
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.tick_params(axis="y", labelleft=first)
+    axes.grid(axis="y", color=STRIPE, linewidth=0.6, zorder=0)
+    axes.set_axisbelow(True)
+    if first:
+        axes.set_ylabel("load (mean sampled = 1)", fontsize=9, color=FAINT)
+    axes.xaxis.set_major_locator(MaxNLocator(16 if count <= SEPARATE else 8, integer=True, min_n_ticks=1))
+    if last:
+        axes.set_xlabel("instances, busiest first", fontsize=9, color=FAINT)
