@@ -1,0 +1,1 @@
+"""Algorithms of published systems, one file a paper; importing a file registers its names."""
