@@ -11,9 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hetero_strategy.boundary.exchange import exchange
-    from hetero_strategy.data.media import AudioProcessor, ImageProcessor
-    from hetero_strategy.data.targets import ImageTarget
+    from hetero_strategy.boundary.transport import exchange
+    from hetero_strategy.data.media import AudioProcessor, ImageProcessor, ImageTarget
     from hetero_strategy.errors import HeteroError
     from hetero_strategy.layout.spec import ModuleLayout
     from hetero_strategy.loading.datamodule import MultimodalDataModule
@@ -48,7 +47,7 @@ _FILES = {
     "HeteroError": "errors",
     "HeteroStrategy": "strategy.strategy",
     "ImageProcessor": "data.media",
-    "ImageTarget": "data.targets",
+    "ImageTarget": "data.media",
     "MemoryMonitor": "monitor.memory_monitor",
     "ModelOutput": "model.multimodal",
     "ModuleLayout": "layout.spec",
@@ -58,7 +57,7 @@ _FILES = {
     "Projector": "model.encoder",
     "ThroughputMonitor": "monitor.throughput",
     "TimelineMonitor": "monitor.timeline_monitor",
-    "exchange": "boundary.exchange",
+    "exchange": "boundary.transport",
     "flow_decoder": "zoo.flow",
     "hf_llama": "zoo.hf_lm",
     "hf_qwen3": "zoo.hf_lm",

@@ -30,7 +30,7 @@ TIME_FEATURES = 64
 
 
 class Modulation(nn.Module):
-    """Numbers that scale, shift and gate rows, made of the items' times and conditions. Stages share none."""
+    """A map from the items' times and conditions to tensors that scale, shift and gate rows. Stages share none."""
 
     def __init__(self, dim: int, count: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Modulation(nn.Module):
 
 
 class Attention(nn.Module):
-    """Bidirectional attention inside every item."""
+    """A bidirectional attention inside every item."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each modulated by the item's time and condition."""
+    """An attention and a feed-forward network, each modulated by the item's time and condition."""
 
     def __init__(self, dim: int, heads: int, ffn: int) -> None:
         super().__init__()
@@ -81,9 +81,9 @@ class Block(nn.Module):
         self.down = nn.Linear(ffn, dim)
 
     def forward(self, rows: Tensor, times: Tensor, first: Tensor, packing: Packing) -> Tensor:
-        """Transform rows ``[T, dim]``; arguments as :class:`Modulation`."""
+        """Transform rows ``[T, dim]``; arguments as in :class:`Modulation`."""
         scale, shift, gate, scale2, shift2, gate2 = self.modulation(rows, times, first, packing)
-        # Gates around 1, where DiT starts at 0: a new block is an ordinary transformer block.
+        # Gates are around 1, where DiT starts at 0: a new block is an ordinary transformer block.
         rows = rows + (1 + gate) * self.attention(_normed(rows) * (1 + scale) + shift, packing)
         inner = F.gelu(self.up(_normed(rows) * (1 + scale2) + shift2))
         return rows + (1 + gate2) * self.down(inner)
@@ -152,7 +152,8 @@ class FlowDecoder(Generator):
     def initialize(self, prefix: str, unit: nn.Module) -> None:
         """Draw matrices by the number of their inputs and set biases to 0.
 
-        What modulates and what predicts starts small but not at 0, so gradients reach everything from the first step.
+        Modulating and predicting layers start small but not at 0, so gradients reach every parameter from the first
+        step.
         """
         for name, module in unit.named_modules():
             if isinstance(module, nn.LayerNorm):
@@ -164,7 +165,7 @@ class FlowDecoder(Generator):
 
     @override
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
-        # Around the blocks all rows count as patches: lengths do not say which are not.
+        # Around the blocks all rows count as patches: lengths do not say which rows are conditions.
         original: Any = self.meta_copy()
         rows = int(np.sum(packing_lengths))
         items = len(packing_lengths)
@@ -179,8 +180,8 @@ class FlowDecoder(Generator):
         return self.condition_in(self.condition_norm(conditions.to(self.condition_norm.weight.dtype)))
 
     def _rows(self, noised: Tensor, inputs: GeneratorInputs, conditions: Tensor, index: Tensor) -> Tensor:
-        """Lay noised patches ``[R, feature]`` and projected conditions ``[C, dim]`` out as rows ``[T, dim]``, and add
-        their positions.
+        """Lay noised patches ``[R, feature]`` and projected conditions ``[C, dim]`` out as rows ``[T, dim]`` with
+        positions.
         """
         assert self.patch_in is not None
         grids = inputs.sizes.reshape(-1, 2)
@@ -206,7 +207,7 @@ class FlowDecoder(Generator):
 
     def _targets(self, inputs: GeneratorInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return values, noise and the time of every target row ``[R, 1]``, fp64 in an fp64 model, else fp32."""
-        # A parameter's own dtype is that of masters or of gathered weights, and may be another one in recomputation.
+        # Do not read the dtype from a parameter: masters, gathered weights and recomputation may use other dtypes.
         dtype = self.compute_dtype or next(self.parameters()).dtype
         dtype = dtype if dtype == torch.float64 else torch.float32
         time = inputs.time.to(dtype)[self._item_of_rows(inputs)]
@@ -239,12 +240,12 @@ def flow_decoder(
         width: width of the language model's rows.
         patch_size: pixels on a side of a patch.
         channels: 3 (RGB) or 1 (grey).
-        dim: width of the rows inside.
+        dim: width of the rows inside the decoder.
         ffn: inner width of the feed-forward network, ``4 * dim`` by default.
         sample_steps: Euler steps that draw an image.
 
     Raises:
-        ModelError: sizes that do not fit together.
+        ModelError: the sizes do not fit together.
     """
     sizes = {"width": width, "patch_size": patch_size, "channels": channels, "dim": dim, "n_heads": n_heads}
     sizes |= {"n_layers": n_layers, "ffn": 1 if ffn is None else ffn, "sample_steps": sample_steps}

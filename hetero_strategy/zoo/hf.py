@@ -1,8 +1,9 @@
-"""What all Hugging Face adapters share: configs, initial values, names of weights, precise norms."""
+"""Shared parts of all Hugging Face adapters: configs, initial values, names of weights, norms, quiet imports."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from hetero_strategy.model.hf_folder import HFWeights, read_config
 from hetero_strategy.model.inputs import Packing
 
 TAKE = {"llama": "hf_llama", "qwen3": "hf_qwen3", "siglip2": "siglip2_encoder", "whisper": "whisper_encoder"}
-"""``model_type`` of a config.json -> what takes its folder."""
+"""``model_type`` of a config.json -> factory that takes its folder."""
 SIZES = (
     *("hidden_size", "d_model", "dim", "intermediate_size", "encoder_ffn_dim", "multiple_of", "vocab_size"),
     *("num_attention_heads", "encoder_attention_heads", "n_heads", "num_key_value_heads", "n_kv_heads", "head_dim"),
@@ -30,26 +31,39 @@ SIZES = (
 LAYERS = ("num_hidden_layers", "encoder_layers", "n_layers")
 """Fields that may be 0."""
 FOLLOW = ("num_key_value_heads", "n_kv_heads", "head_dim")
-"""Fields that follow from others where they are None."""
+"""Fields that may be None: they then follow from other fields."""
 OTHERS = ("model_type", "architectures", "quantization_config")
-"""Fields of a config.json that are not of the model: weights that load here are plain ones, and exported as such."""
+"""Fields of a config.json that do not belong to the model: weights load and are exported unquantized."""
+SAID = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass"}
+"""Logger -> part of a message that it logs when transformers' models are imported, and that users cannot act on:
+missing kernels for this Python or device, a deprecated call."""
+
+
+def hush() -> None:
+    """Filter the messages of :data:`SAID` out; calling it again changes nothing."""
+    for name in SAID:
+        logging.getLogger(name).addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return SAID[record.name] not in str(record.msg)
 
 
 class HFAdapter(Adapter):
-    """Base of adapters around one transformers model, which subclasses keep under :attr:`model`."""
+    """A base of adapters around one transformers model, which subclasses keep under :attr:`model`."""
 
     model: Any
     config: Any
     architecture: str
-    """Name of the transformers class that loads what is exported."""
+    """Name of the transformers class that loads the exported folder."""
     folder_prefixes: tuple[str, ...] = ("",)
-    """See :attr:`HFWeights.prefixes`."""
+    """Default of :attr:`HFWeights.prefixes`."""
     folder_ignored: tuple[str, ...] = ()
-    """See :attr:`HFWeights.ignored`."""
+    """Default of :attr:`HFWeights.ignored`."""
     folder_tied: tuple[str, str] | None = None
-    """See :attr:`HFWeights.tied`."""
+    """Default of :attr:`HFWeights.tied`."""
     folder_processor: Mapping[str, Any] | None = None
-    """See :attr:`HFWeights.processor`."""
+    """Default of :attr:`HFWeights.processor`."""
 
     @override
     def initialize(self, prefix: str, unit: nn.Module) -> None:
@@ -81,7 +95,7 @@ class HFAdapter(Adapter):
 
 
 def check_causal(who: str, config: Any) -> None:
-    """Refuse a language model whose rows see those behind them, which transformers has since its version 5."""
+    """Refuse a language model whose rows attend to later rows, which transformers 5 allows."""
     if not getattr(config, "is_causal", True):
         raise ModelError(f"{who}: config.json has is_causal=false, and a language model's attention here is causal")
 
@@ -103,12 +117,9 @@ def make_config(
         config_class: the transformers class.
         checkpoint: local Hugging Face folder.
         fields: keyword arguments; they exclude ``checkpoint``.
-        model_types: accepted values of ``model_type`` in config.json, by default the class's own.
-        section: part of config.json to read where it exists.
-        instead: what to do with a folder of another model, for its error.
-
-    Raises:
-        ModelError: both or misspelt fields are given, the config refuses a value, or the folder is another model's.
+        model_types: accepted values of ``model_type`` in config.json; default: the class's own.
+        section: part of config.json to read, if it exists.
+        instead: advice in the error about a folder of another model.
     """
     if checkpoint is not None:
         check_no_fields(who, fields)
@@ -120,11 +131,11 @@ def make_config(
                 f"{who}: {checkpoint}/config.json is of a {kind!r} model, and it takes {' or '.join(map(repr, takes))}"
                 f"{instead or other}"
             )
-        fields = content.get(section, content) or {}  # null: all as in transformers
+        fields = content.get(section, content) or {}  # null: all defaults of transformers
         if not isinstance(fields, dict):
             raise ModelError(f"{who}: {checkpoint}/config.json has {section}={fields!r}; give names and values there")
     else:
-        # A transformers config swallows any keyword as an attribute; a misspelt one must not pass.
+        # A transformers config accepts any keyword as an attribute; a misspelt one must raise an error.
         known = set(inspect.get_annotations(config_class)) | set(getattr(config_class, "attribute_map", {}))
         if unknown := set(fields) - known:
             raise ModelError(f"{who}: unknown field {sorted(unknown)}: {config_class.__name__} has {sorted(known)}")
@@ -136,43 +147,35 @@ def make_config(
 
 
 def check_config(who: str, fields: Mapping[str, Any]) -> None:
-    """Refuse sizes of a config that no model has, before a library divides by them or makes a model without rows.
-
-    Raises:
-        ModelError: naming the field.
-    """
-    given = {name: value for name, value in fields.items() if value is not None or name not in FOLLOW}
-    check_sizes(who, **{name: given[name] for name in SIZES if name in given})
-    check_sizes(who, 0, **{name: given[name] for name in LAYERS if name in given})
+    """Refuse impossible sizes of a config by name, before a library divides by them or makes a model without rows."""
+    values = {name: value for name, value in fields.items() if value is not None or name not in FOLLOW}
+    check_sizes(who, **{name: values[name] for name in SIZES if name in values})
+    check_sizes(who, 0, **{name: values[name] for name in LAYERS if name in values})
 
 
 def make_model(model_class: Any, config: Any) -> Any:
-    """Make a transformers model.
-
-    Raises:
-        ModelError: a field has a value that transformers does not know, which it notices only here.
-    """
+    """Make a transformers model; refuse a field's value that transformers does not know, which it checks only here."""
     try:
         return model_class(config)
-    except Exception as fault:  # transformers raises several kinds, of an unknown activation a KeyError
-        said = " ".join(str(fault).split())
+    except Exception as fault:  # several kinds: for an unknown activation a KeyError
+        reason = " ".join(str(fault).split())
         raise ModelError(
-            f"{model_class.__name__}: transformers makes no model of this config: {type(fault).__name__} {said};"
+            f"{model_class.__name__}: transformers makes no model of this config: {type(fault).__name__} {reason};"
             " correct the field with that value"
         ) from fault
 
 
 def check_no_fields(who: str, fields: Mapping[str, Any]) -> None:
-    """Raise ModelError if a factory that is given a checkpoint is given sizes too."""
+    """Raise ModelError if a factory has both a checkpoint and sizes."""
     if fields:
         raise ModelError(f"{who}: checkpoint= fixes the sizes, so remove {sorted(fields)}")
 
 
 def at_least_one_row(rows: Tensor, packing: Packing) -> tuple[Tensor, Packing]:
-    """Return rows ``[T, width]`` and their packing, or one zero row where there is none.
+    """Return rows ``[T, width]`` and their packing, or one zero row if there is none.
 
-    transformers' layers cannot reshape zero rows. Cut the result back to ``packing.rows``: gradients are then zero,
-    and an instance without samples still takes part in its module's collectives.
+    transformers' layers cannot reshape zero rows. Cut the result back to ``packing.rows``: gradients are then zero, and
+    an instance without samples still takes part in its module's collectives.
     """
     if packing.rows:
         return rows, packing
@@ -180,9 +183,7 @@ def at_least_one_row(rows: Tensor, packing: Packing) -> tuple[Tensor, Packing]:
 
 
 class PreciseRMSNorm(nn.Module):
-    """transformers' RMSNorm by torch's own operator, which is one kernel on CUDA; it computes in fp32, as theirs does,
-    and in fp64 where the rows are.
-    """
+    """A replacement of transformers' RMSNorm by torch's operator: one kernel on CUDA, fp32 or, for fp64 rows, fp64."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -195,7 +196,7 @@ class PreciseRMSNorm(nn.Module):
 
 
 def make_norms_precise(model: nn.Module) -> None:
-    """Replace every RMSNorm of a transformers model in place; names stay."""
+    """Replace every RMSNorm of a transformers model in place; names stay the same."""
     for owner in list(model.modules()):
         for name, child in list(owner.named_children()):
             if type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, SequenceParallel
 from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
@@ -15,6 +17,7 @@ from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_
 from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
 from hetero_strategy.model.causal_lm import CausalLM, head_rows_of
 from hetero_strategy.model.inputs import Packing, SequenceInputs
+from hetero_strategy.model.token_loss import VocabularyParallel
 from hetero_strategy.zoo.hf import (
     HFAdapter,
     at_least_one_row,
@@ -24,15 +27,12 @@ from hetero_strategy.zoo.hf import (
     make_norms_precise,
 )
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
-
 
 class HFCausalLM(HFAdapter, CausalLM):
     """A transformers decoder-only model of Llama's shape, under :attr:`model`.
 
-    transformers' own forward pads and builds masks; here its embedding, layers, norm and head are called on packed
-    rows ``[1, T, width]``, and the layers hand the packing on to the attention function.
+    transformers' own forward pads and builds masks; this class calls its embedding, layers, norm and head on packed
+    rows ``[1, T, width]``, and the layers pass the packing to the attention function.
     """
 
     block_list = "model.model.layers"
@@ -65,7 +65,7 @@ class HFCausalLM(HFAdapter, CausalLM):
         self.context_width = 2 * config.num_key_value_heads * config.head_dim
         self.vocab_size, self.head_rows = config.vocab_size, head_rows_of(config.vocab_size)
         self.checkpoint = checkpoint
-        self.folder_ignored = ("*rotary_emb.inv_freq",)  # of old folders
+        self.folder_ignored = ("*rotary_emb.inv_freq",)  # in old folders
         if config.tie_word_embeddings:
             self.folder_tied = ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -93,17 +93,12 @@ class HFCausalLM(HFAdapter, CausalLM):
 
     @override
     def tp_plan(self) -> dict[str, ParallelStyle]:
-        from torch.distributed.tensor import Replicate, Shard
-        from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel
-
-        from hetero_strategy.model.vocabulary_parallel import VocabularyParallel
-
         plan = super().tp_plan() or {}
         plan["model.lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-        plan["model.model.embed_tokens"] = VocabularyParallel(input_layouts=Replicate())  # by token ids
+        plan["model.model.embed_tokens"] = VocabularyParallel(input_layouts=Replicate())  # splits by token ids
         first: Any = next(iter(self.blocks().values()), None)
         if first is not None and hasattr(first.self_attn, "q_norm"):
-            # One weight for all heads, of which each rank sees its own: the gradient is a sum over ranks. Heads are
+            # One weight serves all heads, of which each rank sees some: the gradient is a sum over ranks. Heads are
             # dimension 2 of [1, T, heads, head_dim].
             for name in ("self_attn.q_norm", "self_attn.k_norm"):
                 plan[f"{self.block_list}.*.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)
@@ -140,11 +135,11 @@ def hf_llama(
 
     Args:
         checkpoint: local folder with config.json and safetensors.
-        before: see :class:`CausalLM`.
+        before: change of the rows, as in :class:`CausalLM`.
         **fields: fields of ``LlamaConfig``; they exclude ``checkpoint``.
 
     Raises:
-        ModelError: an unknown field, a config this adapter cannot run, or a folder of another model.
+        ModelError: a field is unknown, this adapter cannot run the config, or the folder belongs to another model.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -158,7 +153,7 @@ def hf_qwen3(
     before: Callable[[Tensor, SequenceInputs], Tensor] | None = None,
     **fields: Any,
 ) -> HFCausalLM:
-    """Build transformers' dense Qwen3; arguments as :func:`hf_llama` with fields of ``Qwen3Config``."""
+    """Build transformers' dense Qwen3; arguments as in :func:`hf_llama`, with fields of ``Qwen3Config``."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = make_config("hf_qwen3", Qwen3Config, checkpoint, fields)
@@ -178,8 +173,8 @@ def _check_supported(who: str, config: Any) -> None:
 
 
 def _check_layer_types(who: str, config: Any, layers: Any) -> None:
-    """Refuse layers whose attention would not be what ``layer_types`` says; transformers fails on these in a forward,
-    where it makes their mask.
+    """Refuse layers whose attention differs from ``layer_types``; transformers fails only when a forward makes their
+    mask.
     """
     for number, (kind, layer) in enumerate(zip(getattr(config, "layer_types", None) or (), layers, strict=False)):
         window = getattr(layer.self_attn, "sliding_window", None)

@@ -23,20 +23,20 @@ from hetero_strategy.model.inputs import EncoderInputs, ImagePatches, host_index
 from hetero_strategy.zoo.hf import HFAdapter, make_config, make_model
 
 FOLDER = {"mean": "image_mean", "std": "image_std", "resample": "resample"}
-"""Field of a processor -> what Hugging Face's folders call it."""
+"""Field of a processor -> its name in Hugging Face's folders."""
 
 
 class Siglip2Backbone(HFAdapter, Backbone):
-    """transformers' ``Siglip2VisionModel`` without its pooling head, under :attr:`model`.
+    """A wrapper of transformers' ``Siglip2VisionModel`` without its pooling head, under :attr:`model`.
 
-    Takes patches ``[R, patch * patch * channels]`` in raster order and grids ``(height, width)`` in patches; gives
-    ``[sum(height * width) / merge**2, width]``.
+    It takes patches ``[R, patch * patch * channels]`` in raster order and grids ``(height, width)`` in patches, and
+    returns ``[sum(height * width) / merge**2, width]``.
 
     Args:
-        config: ``Siglip2VisionConfig``.
-        merge: side of the square of neighbouring patches that become one row; cells are in raster order, and so are
-            the patches inside a cell.
-        checkpoint: local folder that holds the weights.
+        config: a ``Siglip2VisionConfig``.
+        merge: side of the square of neighbouring patches that become one row; cells are in raster order, and so are the
+            patches inside a cell.
+        checkpoint: local folder with the weights.
     """
 
     block_list = "model.encoder.layers"
@@ -55,7 +55,7 @@ class Siglip2Backbone(HFAdapter, Backbone):
 
         super().__init__()
         check_sizes("siglip2", merge=merge)
-        config.vision_use_head = False  # it sees pooled rows that nobody reads, so its parameters would get no gradient
+        config.vision_use_head = False  # nobody reads its pooled rows, so its parameters would get no gradient
         self.model = make_model(Siglip2VisionModel, config)
         for layer in self.model.encoder.layers:
             layer.self_attn = PackedSiglip2Attention(config)
@@ -153,34 +153,29 @@ class Siglip2Backbone(HFAdapter, Backbone):
 
 
 def _seen(checkpoint: str | Path) -> dict[str, Any]:
-    """How pixels were resized and normalised that a folder's weights were trained with, where it says that it was not
-    as usual.
-
-    Raises:
-        ModelError: what it says is not one number, or one for each channel; or no filter has the number.
-    """
-    said = read_processor(checkpoint, "image_processor")
-    kept = {name: said[name] for name in ("rescale_factor", "image_mean", "image_std") if said.get(name) is not None}
-    if said.get("do_normalize") is False:  # mean and deviation are not used
+    """Return how a folder resizes and normalises pixels, as far as that differs from the default."""
+    read = read_processor(checkpoint, "image_processor")
+    kept = {name: read[name] for name in ("rescale_factor", "image_mean", "image_std") if read.get(name) is not None}
+    if read.get("do_normalize") is False:  # mean and deviation are not used
         kept |= {"image_mean": 0.0, "image_std": 1.0}
     try:
         numbers = {name: np.array(value, np.float64) for name, value in kept.items()}
     except (TypeError, ValueError):
         raise ModelError(f"siglip2: {checkpoint} says of its pixels {kept}; correct what is no number there") from None
-    resample = said.get("resample")
+    resample = read.get("resample")
     if resample is not None and not (is_whole(resample) and int(resample) in [*Resampling]):
         raise ModelError(
             f"siglip2: {checkpoint} says of its pixels resample={resample!r}; correct it to the number of a filter of"
             " Pillow, such as 2 (bilinear)"
         )
-    scale = 1.0 if said.get("do_rescale") is not False else 255.0
+    scale = 1.0 if read.get("do_rescale") is not False else 255.0
     if scale == 1.0 and "rescale_factor" in numbers:
         scale = round(float(numbers["rescale_factor"]) * 255, 9)
-    # transformers' (scale * x - mean) / deviation of pixels x from 0 to 1, as (x - mean) / deviation
-    found = {name: numbers.get(f"image_{name}", np.array(0.5)) / scale for name in ("mean", "std")}
+    # transformers' (scale * x - mean) / deviation, for pixels x from 0 to 1, written as (x - mean) / deviation
+    statistics = {name: numbers.get(f"image_{name}", np.array(0.5)) / scale for name in ("mean", "std")}
     normalise = {
         name: tuple(value.tolist()) if value.ndim else float(value)
-        for name, value in found.items()
+        for name, value in statistics.items()
         if set(value.ravel().tolist()) != {0.5}
     }
     return normalise if resample in (None, Resampling.BILINEAR) else {**normalise, "resample": int(resample)}
@@ -192,7 +187,7 @@ def merge_order(grids: np.ndarray, merge: int) -> np.ndarray:
     lengths = grids.prod(axis=1)
     step = ragged.expand(np.zeros_like(lengths), lengths)
     width = np.repeat(grids[:, 1], lengths)
-    # Number ``step`` of an image, counted cell by cell, is patch (row, column).
+    # Patch number ``step`` of an image, counted cell by cell, is at (row, column).
     cell, inside = step // merge**2, step % merge**2
     row = cell // (width // merge) * merge + inside // merge
     column = cell % (width // merge) * merge + inside % merge
@@ -213,14 +208,14 @@ def siglip2_encoder(
 
     Args:
         out_width: width of the rows of the language model.
-        merge: see :class:`Siglip2Backbone`.
+        merge: side of the square of patches that become one row, as in :class:`Siglip2Backbone`.
         projector_hidden: inner width of the projector, ``out_width`` by default.
         checkpoint: local folder of a ``Siglip2VisionModel`` or a whole ``Siglip2Model``.
-        before, after: see :class:`Encoder`.
+        before, after: functions around the encoder, as in :class:`Encoder`.
         **fields: fields of ``Siglip2VisionConfig``; they exclude ``checkpoint``.
 
     Raises:
-        ModelError: an unknown field, or a folder of another model.
+        ModelError: a field is unknown, or the folder belongs to another model.
     """
     from transformers import Siglip2VisionConfig
 

@@ -1,4 +1,4 @@
-"""SigLIP 2's attention over packed images: a file of its own, as it imports transformers' modeling file."""
+"""SigLIP 2's attention over packed images, in a file of its own because it imports transformers' modeling file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from hetero_strategy.model.inputs import Packing
 
 
 class PackedSiglip2Attention(Siglip2Attention):
-    """The same parameters; transformers' own forward does not hand keyword arguments on to the attention function."""
+    """An attention with the same parameters that, unlike transformers' forward, passes keywords to the attention
+    function.
+    """
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packing: Packing, **unused: Any

@@ -1,4 +1,4 @@
-"""torchtitan's Llama 3 as a causal language model: the one file that imports torchtitan."""
+"""torchtitan's Llama 3 as a causal language model: the only file that imports torchtitan."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ import types
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from typing_extensions import override
 
 from hetero_strategy.errors import ModelError, require
@@ -28,21 +36,18 @@ from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.causal_lm import CausalLM, head_rows_of
 from hetero_strategy.model.hf_folder import HFWeights, read_config
 from hetero_strategy.model.inputs import Packing, SequenceInputs
+from hetero_strategy.model.token_loss import VocabularyParallel
 from hetero_strategy.zoo.hf import check_causal, check_config, check_no_fields, make_config
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.parallel import ParallelStyle
-
 TITAN_VERSION = "0.2.2"
-"""The only release this file is written for: others renamed or removed what it uses."""
+"""The only release that works with this file: other releases renamed or removed parts it uses."""
 _PROJECTIONS = ("wq", "wk", "wv", "wo")
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @functools.cache
 def _titan() -> types.SimpleNamespace:
-    """Import the parts of torchtitan in use, on first need: it takes seconds and pulls in many packages."""
+    """Import the parts of torchtitan in use on first need: the import takes seconds and pulls in many packages."""
     require("torchtitan", "titan", "titan_llama")
     version = importlib.metadata.version("torchtitan")
     if version != TITAN_VERSION:
@@ -73,10 +78,10 @@ def _no_triton(*args: Any, **kwargs: Any) -> None:
 
 
 class PackedAttention(nn.Module):
-    """torchtitan's attention over packed sequences; same parameters under the same names.
+    """A replacement of torchtitan's attention for packed sequences, with the same parameters and names.
 
     It differs in two ways: the packing arrives as ``attention_masks`` and bounds attention to sequences, and rotary
-    embeddings keep the precision of fp64 inputs, where torchtitan's go through fp32.
+    embeddings keep the precision of fp64 inputs, which torchtitan rounds to fp32.
     """
 
     def __init__(self, attention: nn.Module) -> None:
@@ -95,10 +100,10 @@ class PackedAttention(nn.Module):
         """Attend among rows ``[1, T, dim]``; torchtitan's block passes these four arguments by position.
 
         Args:
-            x: rows.
-            freqs_cis: what :func:`rotate` takes.
-            attention_masks: where the sequences are.
-            positions: not used: ``freqs_cis`` are those of the rows.
+            x: rows ``[1, T, dim]``.
+            freqs_cis: cosines and sines for :func:`rotate`.
+            attention_masks: packing of the sequences.
+            positions: ignored, because ``freqs_cis`` are already selected for the rows.
         """
         # -1 heads: tensor parallelism leaves only this rank's.
         query, key, value = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))
@@ -108,11 +113,11 @@ class PackedAttention(nn.Module):
 
 
 def rotate(rows: Tensor, turns: Tensor) -> Tensor:
-    """Rotate neighbouring pairs of ``[1, T, heads, head_dim]`` by ``[T, head_dim / 2, 2]`` cosines and sines, in the
-    dtype of these.
+    """Rotate neighbouring pairs of ``[1, T, heads, head_dim]`` by ``[T, head_dim / 2, 2]`` cosines and sines, in their
+    dtype.
     """
     pairs = rows.to(turns.dtype).unflatten(-1, (-1, 2))
-    if torch.compiler.is_compiling():  # which makes no kernels for complex numbers
+    if torch.compiler.is_compiling():  # it makes no kernels for complex numbers
         (a, b), (cos, sin) = pairs.unbind(-1), turns[:, None].unbind(-1)
         turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1)
     else:
@@ -121,7 +126,7 @@ def rotate(rows: Tensor, turns: Tensor) -> Tensor:
 
 
 class TitanLlama(CausalLM):
-    """torchtitan's Llama 3 ``Transformer``, under :attr:`model`."""
+    """A wrapper of torchtitan's Llama 3 ``Transformer``, under :attr:`model`."""
 
     block_list = "model.layers"
     before_blocks = ("model.tok_embeddings",)
@@ -131,9 +136,9 @@ class TitanLlama(CausalLM):
     tp_compiles = True
     context_parallel = True
     token_ids: Mapping[str, Any] = dict.fromkeys(_TOKEN_IDS)
-    """What config.json says of them. Where it says nothing, transformers takes Llama 2's, so null is said."""
+    """Token ids in config.json. Null, because transformers would default to Llama 2's ids."""
     rows_mesh: DeviceMesh | None = None
-    """Of the tensor-parallel ranks that each have a part of the rows."""
+    """Mesh of the tensor-parallel ranks among which rows are sharded."""
 
     def __init__(
         self,
@@ -179,11 +184,11 @@ class TitanLlama(CausalLM):
 
     @override
     def tp_plan(self) -> dict[str, ParallelStyle]:
-        return {}  # apply_tp uses torchtitan's own
+        return {}  # apply_tp uses torchtitan's plan
 
     @override
     def row_sharding(self, layout: ModuleLayout) -> RowSharding:
-        """Sequence parallelism: each tensor-parallel rank has a part of the rows."""
+        """Return sequence parallelism: each tensor-parallel rank has a part of the rows."""
         return sharding(layout.cp, layout.tp)
 
     @override
@@ -193,22 +198,22 @@ class TitanLlama(CausalLM):
 
     @override
     def apply_tp(self, mesh: DeviceMesh) -> None:
-        """Apply torchtitan's tensor and sequence parallel plan to all but the embedding, whose gradient is shared, too,
-        and the head, which takes whole rows here and splits the vocabulary.
+        """Apply torchtitan's tensor and sequence parallel plan to the blocks and the norm.
+
+        The embedding splits the vocabulary and shares its gradient; the head takes whole rows and splits the
+        vocabulary.
         """
-        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-        from hetero_strategy.model.vocabulary_parallel import VocabularyParallel
-
         if faults := self.check_tp(mesh.size()):
             raise ModelError(f"{type(self).__name__}: {'; '.join(faults)}")
+        plan = self._tp_plan_of_blocks()
+        in_blocks = self.tp_styles(plan)
         with warnings.catch_warnings():
             # A pipeline stage lacks the embedding or the head that the plan names.
             warnings.filterwarnings("ignore", message="Parallelize plan key")
             apart = self.model.tok_embeddings, self.model.norm, self.model.output
             layers = self.model.layers
             self.model.tok_embeddings = self.model.norm = self.model.output = None
-            if self.tp_chunks > 1:
+            if in_blocks is not plan:
                 self.model.layers = nn.ModuleDict()
             _titan().apply_tp(self.model, mesh, loss_parallel=True, enable_float8_tensorwise_tp=False)
             self.model.tok_embeddings, self.model.norm, self.model.output = apart
@@ -216,14 +221,12 @@ class TitanLlama(CausalLM):
             tokens = VocabularyParallel(input_layouts=Replicate(), output_layouts=Shard(1))
             split = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
             parallelize_module(self.model, mesh, {"tok_embeddings": tokens, "output": split})
-        if self.tp_chunks > 1:
-            parallelize_module(self, mesh, self.in_chunks(self._tp_plan_of_blocks()))
+        if in_blocks is not plan:
+            parallelize_module(self, mesh, in_blocks)
         self.rows_mesh = mesh
 
     def _tp_plan_of_blocks(self) -> dict[str, ParallelStyle]:
-        """torchtitan's plan of a block, where each linear map gathers its rows itself."""
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
-
+        """Return torchtitan's plan of a block, in which each linear map gathers its rows itself."""
         styles: dict[str, ParallelStyle] = {
             **dict.fromkeys(("attention_norm", "ffn_norm"), SequenceParallel(use_local_output=True)),
             **dict.fromkeys(self.tp_columns, ColwiseParallel(input_layouts=Shard(1))),
@@ -233,7 +236,7 @@ class TitanLlama(CausalLM):
 
     @override
     def initialize(self, prefix: str, unit: nn.Module) -> None:
-        """Apply torchtitan's ``init_weights`` to a block, and what its ``Transformer`` does to all other parts."""
+        """Apply torchtitan's ``init_weights`` to a block, and its ``Transformer``'s rule to all other parts."""
         if prefix:
             unit.init_weights()  # type: ignore[operator]
             return
@@ -259,7 +262,7 @@ class TitanLlama(CausalLM):
             if fqn.endswith(("attention.wq.weight", "attention.wk.weight")):
                 paired_heads[fqn] = args.n_heads if "wq" in fqn else kv_heads
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(args.rope_theta)}
-        if scaling.scaling_factor != 1:  # transformers warns of a factor that scales nothing
+        if scaling.scaling_factor != 1:  # transformers warns of a factor of 1
             rope |= {
                 "rope_type": "llama3",
                 "factor": float(scaling.scaling_factor),
@@ -285,7 +288,7 @@ class TitanLlama(CausalLM):
             **self.token_ids,
             "rope_parameters": rope,
         }
-        # Old folders hold the rotary frequencies.
+        # Old folders contain the rotary frequencies.
         return HFWeights(names, config, paired_heads, ignored=("*rotary_emb.inv_freq",))
 
     @override
@@ -311,13 +314,13 @@ def titan_llama(
 
     Args:
         checkpoint: local Hugging Face Llama folder (config.json, safetensors) to take sizes and weights from.
-        before: see :class:`CausalLM`.
+        before: change of the rows, as in :class:`CausalLM`.
         **fields: fields of torchtitan's ``TransformerModelArgs`` (``vocab_size, dim, n_layers, n_heads, n_kv_heads,
             multiple_of, ffn_dim_multiplier, norm_eps, rope_theta, rope_scaling_args (a mapping), max_seq_len,
             depth_init``); they exclude ``checkpoint``.
 
     Raises:
-        ModelError: an unknown field, sizes that do not fit, or a folder this model cannot hold.
+        ModelError: a field is unknown, sizes do not fit, or the model cannot represent the folder.
     """
     config: Mapping[str, Any] = {}
     if checkpoint is not None:
@@ -346,7 +349,7 @@ def titan_llama(
     if (head_dim := args.dim // args.n_heads) % 2:
         raise ModelError(f"titan_llama: dim {args.dim} / n_heads {args.n_heads} is {head_dim}; it must be even")
     module = TitanLlama(args, checkpoint=checkpoint, before=before)
-    if checkpoint is not None:  # what it leaves out is left out again
+    if checkpoint is not None:  # ids missing there stay missing
         module.token_ids = {name: config[name] for name in _TOKEN_IDS if name in config}
     return module
 
@@ -355,7 +358,7 @@ def _fields_of(content: Mapping[str, Any], folder: str | Path) -> dict[str, Any]
     """Translate a Hugging Face Llama's config.json to ``TransformerModelArgs`` fields with the same forward."""
     from transformers import LlamaConfig
 
-    config = make_config("titan_llama", LlamaConfig, folder, {})  # what is left out there is as transformers says
+    config = make_config("titan_llama", LlamaConfig, folder, {})  # fills in transformers' defaults
     fixed = {"hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
     for name, value in (fixed | {"attention_dropout": 0.0}).items():
         if content.get(name, value) != value:
@@ -364,7 +367,7 @@ def _fields_of(content: Mapping[str, Any], folder: str | Path) -> dict[str, Any]
                 "use hf_llama"
             )
     check_causal("titan_llama", config)
-    config.standardize_rope_params()  # as its models do, who then know all of its fields
+    config.standardize_rope_params()  # as transformers' models do; adds all rope fields
     rope = config.rope_parameters
     kind = rope["rope_type"]
     if kind not in ("default", "llama3"):
@@ -383,7 +386,7 @@ def _fields_of(content: Mapping[str, Any], folder: str | Path) -> dict[str, Any]
         "n_layers": config.num_hidden_layers,
         "n_heads": heads,
         "n_kv_heads": config.num_key_value_heads or heads,
-        # torchtitan rounds its own width up to a multiple of this: below it, the result is this.
+        # torchtitan rounds its own width up to a multiple of this number: from a smaller width it gets this number.
         "multiple_of": ffn,
         "ffn_dim_multiplier": min(1.0, ffn / natural),
         "norm_eps": config.rms_norm_eps,

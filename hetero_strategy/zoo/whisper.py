@@ -22,17 +22,16 @@ from hetero_strategy.zoo.hf import HFAdapter, at_least_one_row, make_config, mak
 
 
 class WhisperBackbone(HFAdapter, Backbone):
-    """transformers' ``WhisperEncoder``, under :attr:`model`.
+    """A wrapper of transformers' ``WhisperEncoder``, under :attr:`model`.
 
-    Takes mel frames ``[R, mel bins]`` and sizes ``(frames,)``; gives ``[sum(ceil(ceil(frames / 2) / stack)), width]``.
-
-    The two convolutions run once over all clips, which lie end to end with one or two silent frames between them.
-    What the first one writes into those gaps is zeroed, so each clip comes out as if it were alone.
+    It takes mel frames ``[R, mel bins]`` and sizes ``(frames,)``, and returns ``[sum(ceil(ceil(frames / 2) / stack)),
+    width]``. The two convolutions run once over all clips, with one or two silent frames between clips. The output of
+    the first convolution in these gaps is zeroed, so the result for each clip is as if it were alone.
 
     Args:
-        config: ``WhisperConfig``.
+        config: a ``WhisperConfig``.
         stack: neighbouring rows that are concatenated into one; a clip's last row is filled with zeros.
-        checkpoint: local folder that holds the weights.
+        checkpoint: local folder with the weights.
     """
 
     block_list = "model.layers"
@@ -110,7 +109,7 @@ class WhisperBackbone(HFAdapter, Backbone):
 
     @override
     def after_tp(self, tp: int) -> None:
-        """Correct the number of heads, an attribute of transformers' layers, to this rank's."""
+        """Divide the number of heads, an attribute of transformers' layers, by ``tp``."""
         for layer in self.blocks().values():
             layer.self_attn.num_heads //= tp  # type: ignore[union-attr, operator]
 
@@ -126,7 +125,7 @@ class WhisperBackbone(HFAdapter, Backbone):
         frames = inputs.sizes.reshape(-1)
         spans = clip_spans(frames)
         starts = ragged.starts(spans)
-        total = max(int(spans.sum()), 2)  # without clips: one silent pair, so that the weights have a (zero) gradient
+        total = max(int(spans.sum()), 2)  # without clips one silent pair, so that the weights get a (zero) gradient
         frame_index = host_index(ragged.expand(starts, frames), inputs.values)
         row_index = host_index(ragged.expand(starts // 2, inputs.packing.lengths), inputs.values)
         mels = inputs.values.to(self.model.conv1.weight.dtype)
@@ -159,20 +158,21 @@ class WhisperBackbone(HFAdapter, Backbone):
 
 
 def _heard(checkpoint: str | Path) -> dict[str, int]:
-    """How the recordings were read that a folder's weights were trained with: as it says, or as Whisper does. An
-    encoder by itself is an export of any recordings, of which it may say nothing.
+    """Return how a folder reads recordings; fields without a value have Whisper's.
+
+    An exported encoder may lack this information.
     """
-    said = read_processor(checkpoint, "feature_extractor")
-    if not said and read_config(checkpoint).get("architectures") == [WhisperBackbone.architecture]:
+    config = read_processor(checkpoint, "feature_extractor")
+    if not config and read_config(checkpoint).get("architectures") == [WhisperBackbone.architecture]:
         return {}
-    return {name: said.get(name, usual) for name, usual in USUAL.items()}
+    return {name: config.get(name, usual) for name, usual in USUAL.items()}
 
 
 USUAL = {"sampling_rate": 16000, "hop_length": 160, "n_fft": 400}
 
 
 def clip_spans(sizes: np.ndarray) -> np.ndarray:
-    """Return how many frames each clip takes in the convolutions: an even number, the last of them silent."""
+    """Return the number of frames of each clip in the convolutions: an even number, the last frame silent."""
     return 2 * (sizes.reshape(-1) // 2 + 1)
 
 
@@ -190,14 +190,14 @@ def whisper_encoder(
 
     Args:
         out_width: width of the rows of the language model.
-        stack: see :class:`WhisperBackbone`.
+        stack: neighbouring rows concatenated into one, as in :class:`WhisperBackbone`.
         projector_hidden: inner width of the projector, ``out_width`` by default.
         checkpoint: local folder of a Whisper model.
-        before, after: see :class:`Encoder`.
+        before, after: functions around the encoder, as in :class:`Encoder`.
         **fields: fields of ``WhisperConfig``; they exclude ``checkpoint``.
 
     Raises:
-        ModelError: an unknown field, or a folder of another model.
+        ModelError: a field is unknown, or the folder belongs to another model.
     """
     from transformers import WhisperConfig
 
