@@ -1,46 +1,57 @@
-"""How near to the lower bound does balancing come, and how long does it take? On one thread, numpy only.
+"""How near to the lower bound does balancing come, and what does it move between nodes?
 
-quality  Items of OrchMLLM's three models (recipes/workloads) over 8 to 2560 instances with 60 samples each. Figures
+quality  Items of OrchMLLM's three models (benchmarks/workloads) over 8 to 2560 instances with 60 samples each. Figures
          are the most loaded instance over the mean of all items' costs alone, 1 where nobody waits:
            sampled  as drawn: 60 samples in a row per instance
-           paper    OrchMLLM's algorithm for the form: 1 (none), 2 (full) or 5 (attention)
-           KK       Karmarkar and Karp's largest differencing, without padding and up to 512 instances only: it takes
-                    a second there and ten times that at 2560
+           OrchMLLM its algorithm 1
+           DistTrain  its intra-microbatch reordering
+           KK       Karmarkar and Karp's largest differencing, up to 512 instances only: it takes a second there and
+                    ten times that at 2560
            ours     the default policy
-           bound    that no assignment can be below: items too large or too equal to divide, and with full padding the
-                    padding that no assignment avoids. With padded attention it is the cost of all items alone, which
-                    nothing reaches
+           bound    that no assignment can be below: items too large or too equal to divide
          and ours / bound. Costs are FLOPs: quadratic / linear = 1 / (6 width) in encoders, half of it with the LLM's
-         causal mask, widths of the paper's table 1. "attention" is audio again as if only its attention were padded.
-speed    Of the default, milliseconds in the median, of the thread's processor time (it waits for nothing, so on a free
-         core that is the time it takes): the modules of one step at every size, the goal being 25 ms for
-         all three at 2560 instances; DistTrain's intra-microbatch reordering (table 3: 1920 samples) beside the paper's
-         times; and microseconds per item while sizes grow a hundredfold.
+         causal mask, widths of the paper's table 1. ms is the thread's processor time.
+nodes    Bytes between nodes after balancing, 128 instances on 16 nodes. OrchMLLM (section 5.2.2, figure 13) permutes
+         balanced mini-batches over instances by an integer program. Here the same, for the payload of each encoder
+         (from the instance that sampled it to the one that encodes it) and for the encoders' rows (from there to the
+         LLM's instance, so this row depends on how the encoders were balanced in the same column). Over the plain
+         balance, whose batches fall on any node:
+           fast       batches permuted by rounds of proposals and swaps (papers/orchmllm.py), milliseconds
+           ilp        the paper's integer program within --seconds, and the bound that it proves
+           near home  the product: a balance that lets only a node's excess leave it, load within 0.2 %
+         max is the most bytes that one instance sends to other nodes (the paper's objective), total their sum.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.common import arguments, report, write_json
-from benchmarks.peers.balancing import disttrain, karmarkar_karp, lower_bound, padded_ascending
-from hetero_strategy.plan.balance import POLICIES, Cost, balance, loads
-from hetero_strategy.plan.balance.auto import conv_transformer
-from recipes.workloads import WORKLOADS
+from benchmarks.common import Options, option, program, report
+from benchmarks.peers.balancing import disttrain, karmarkar_karp, lower_bound
+from benchmarks.workloads import WORKLOADS, Workload
+from hetero_strategy.papers.orchmllm import permute, solve_placement, volumes
+from hetero_strategy.plan.balance import Cost, balance, loads
+from hetero_strategy.plan.near_home import Rearrangement, balance_near_home
 
 SAMPLES = 60
-"""Of an instance: the mini-batch of OrchMLLM's table 2."""
+"""Samples of an instance: the mini-batch of OrchMLLM's table 2."""
 WIDTHS = {"orchmllm_10b": (2048, 1280, 3584), "orchmllm_18b": (2400, 1280, 5120), "orchmllm_84b": (3200, 3072, 8192)}
 """Hidden sizes of vision, audio and LLM (OrchMLLM table 1)."""
 MOST_DIFFERENCING = 512
-PAPER = {"none": "lpt", "full": "padded", "attention": "conv"}
-TABLE_3 = {30: 1.82, 60: 1.87, 120: 1.89}
-"""DistTrain: data-parallel size -> milliseconds."""
+"""Instances beyond which KK is left out."""
+PER_INSTANCE = {"orchmllm_10b": 75, "orchmllm_18b": 50, "orchmllm_84b": 25}
+"""Samples per instance (section 8.3)."""
+INSTANCES, PER_NODE = 128, 8
+PAYLOAD = {"vision": 14 * 14 * 3, "audio": 2 * 80 * 4}
+"""Bytes of what becomes one row in the encoder: a patch of 8 bits, two frames of 80 float32 mels."""
+FIGURE_13 = (0.436, 0.722)
+"""OrchMLLM: "the reduction ... ranges from 0.436 to 0.722"; the text does not say whether saved or left."""
 
 
 class Module(NamedTuple):
@@ -53,145 +64,178 @@ class Module(NamedTuple):
 
 
 def modules(workload: str, instances: int) -> Iterator[Module]:
-    """Vision, audio and LLM of one step; audio also with padded attention."""
+    """Vision, audio and LLM of one step."""
     drawn = WORKLOADS[workload](instances * SAMPLES, 0)
     vision, audio, llm = WIDTHS[workload]
     for name, width in (("vision", vision), ("audio", audio)):
         items = drawn.items[name]
-        quadratic = 1 / (6 * width)
-        yield Module(name, items.inner_rows, items.sample, Cost(1.0, quadratic, padding=drawn.padding[name]))  # type: ignore[arg-type]
-        if name == "audio":
-            yield Module("audio", items.inner_rows, items.sample, Cost(1.0, quadratic, padding="attention"))
+        yield Module(name, items.inner_rows, items.sample, Cost(1.0, 1 / (6 * width)))
     yield Module("llm", drawn.tokens(), np.arange(len(drawn.text)), Cost(1.0, 1 / (12 * llm)))
 
 
-def assigned(module: Module, bins: int, policy: str) -> np.ndarray:
-    """Bin of each item by a policy of the product or an algorithm of others."""
-    if policy in POLICIES:
-        return balance(module.lengths, bins, module.cost, policy=policy)
-    if policy in ("disttrain", "karmarkar_karp"):
-        peer = disttrain if policy == "disttrain" else karmarkar_karp
-        return peer(module.cost.alone(module.lengths), bins)
-    return {"padded": padded_ascending, "conv": conv_transformer}[policy](module.lengths, bins)
+def quality(workload: str, bins: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield one line per module."""
+    for name, lengths, sample, cost in modules(workload, bins):
+        alone = cost.alone(lengths)
+        mean, seconds = float(alone.sum()) / bins, []
+
+        def reached(where: np.ndarray, lengths: np.ndarray = lengths, cost: Cost = cost, mean: float = mean) -> float:
+            return float(loads(lengths, where, bins, cost).max()) / mean
+
+        for _ in range(rounds):
+            start = time.thread_time()
+            ours = balance(lengths, bins, cost)
+            seconds.append(time.thread_time() - start)
+        bound = lower_bound(lengths, bins, cost) / mean
+        yield {
+            "workload": workload,
+            "instances": bins,
+            "module": name,
+            "items": len(lengths),
+            "sampled": reached(sample // SAMPLES),
+            "OrchMLLM": reached(balance(lengths, bins, cost, policy="lpt")),
+            "DistTrain": reached(disttrain(alone, bins)),
+            "KK": reached(karmarkar_karp(alone, bins)) if bins <= MOST_DIFFERENCING else None,
+            "ours": reached(ours),
+            "bound": bound,
+            "ours / bound": reached(ours) / bound,
+            "ms": 1000 * statistics.median(seconds),
+        }
 
 
-def measured(module: Module, bins: int, policy: str, rounds: int) -> tuple[float, np.ndarray]:
-    """(median milliseconds, bin of each item)."""
-    seconds = []
-    for _ in range(rounds):
-        start = time.thread_time()
-        where = assigned(module, bins, policy)
-        seconds.append(time.thread_time() - start)
-    return 1000 * statistics.median(seconds), where
+@dataclass(frozen=True)
+class Flow:
+    """Bytes of the items that cross to one module, their source instance, and their unit (item or sample)."""
+
+    size: np.ndarray
+    source: np.ndarray
+    unit: np.ndarray
 
 
-def quality(workload: str, bins: int, rounds: int) -> list[dict[str, Any]]:
-    """One line per module."""
+def figures(flow: Flow, slot: np.ndarray, node: np.ndarray) -> dict[str, float]:
+    """Most bytes of an instance, and all, that go to other nodes if unit ``u`` is on ``slot[u]``."""
+    away = node[flow.source] != node[slot[flow.unit]]
+    sent = np.bincount(flow.source[away], weights=flow.size[away], minlength=len(node))
+    return {"max": float(sent.max()), "total": float(sent.sum())}
+
+
+def home_of(flow: Flow, units: int, node: np.ndarray) -> np.ndarray:
+    """Node with most bytes of each unit; -1 without bytes."""
+    count = int(node.max()) + 1
+    held = np.bincount(flow.unit * count + node[flow.source], flow.size, units * count).reshape(units, count)
+    return np.where(held.max(axis=1) > 0, held.argmax(axis=1), -1)
+
+
+def place(rearrange: Rearrangement, flow: Flow, batch: np.ndarray, node: np.ndarray) -> np.ndarray:
+    """Return the slot of each unit after a permutation of batches."""
+    return rearrange(flow.size, flow.source, batch[flow.unit], node, node)[batch]
+
+
+def moved_by_modules(name: str, seed: int, seconds: float) -> list[dict[str, Any]]:
+    """One row per module of one model; ``seconds`` 0: without the integer program."""
+    per_instance, width = PER_INSTANCE[name], WIDTHS[name][-1]
+    work = WORKLOADS[name](INSTANCES * per_instance, seed)
+    node = np.arange(INSTANCES) // PER_NODE
+    sampled = np.arange(len(work.text)) // per_instance
+    rows, encoded = [], {}
+    for module, items in work.items.items():
+        cost = Cost()
+        flow = Flow(items.inner_rows * float(PAYLOAD[module]), sampled[items.sample], np.arange(len(items.sample)))
+        row, slots = one_module(items.inner_rows, cost, dict.fromkeys(("plain", "fast", "near"), flow), node, seconds)
+        rows.append({"model": name, "module": module, **row})
+        encoded[module] = slots
+    flows = {k: llm_flow(work, {m: s[k] for m, s in encoded.items()}, width) for k in ("plain", "fast", "near")}
+    row, _ = one_module(work.tokens(), Cost(), flows, node, seconds)
+    return [*rows, {"model": name, "module": "llm", **row}]
+
+
+def llm_flow(work: Workload, slots: Mapping[str, np.ndarray], width: int) -> Flow:
+    """Rows (bfloat16) from the instances that encoded them."""
+    size = [items.rows * 2.0 * width for items in work.items.values()]
+    unit = [items.sample for items in work.items.values()]
+    return Flow(np.concatenate(size), np.concatenate([slots[m] for m in work.items]), np.concatenate(unit))
+
+
+def one_module(
+    lengths: np.ndarray, cost: Cost, flows: Mapping[str, Flow], node: np.ndarray, seconds: float
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Bytes and loads of all ways, and the slot of each unit by way."""
+    batch = balance(lengths, INSTANCES, cost)
+    slots = {"plain": batch, "fast": place(permute, flows["fast"], batch, node)}
+    near = flows["near"]
+    slots["near"] = balance_near_home(cost.alone(lengths), home_of(near, len(lengths), node), node)
+    plain = figures(flows["plain"], batch, node)
+    row: dict[str, Any] = {"plain_bytes": plain, "ilp": None, "ilp_bound": None, "over_bound": None}
+    for way in ("fast", "near"):
+        row[way] = {k: v / plain[k] for k, v in figures(flows[way], slots[way], node).items()}
+    row["load"] = {}
+    for way, slot in slots.items():
+        load = loads(lengths, slot, INSTANCES, cost)
+        row["load"][way] = float(load.max() / load.mean())
+    if seconds:
+        flow = flows["fast"]
+        volume = volumes(flow.size, flow.source, batch[flow.unit], INSTANCES, INSTANCES)
+        found = solve_placement(volume, node, node, time_limit=seconds)
+        row["ilp_bound"] = found.bound / plain["max"]
+        row["over_bound"] = row["fast"]["max"] / row["ilp_bound"] if found.bound else None
+        if found.slots is not None:
+            row["ilp"] = {k: v / plain[k] for k, v in figures(flow, found.slots[batch], node).items()}
+    return row, slots
+
+
+def middle(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Medians over seeds, of rows with the same keys; the integer program is that of the first seed."""
+    result: dict[str, Any] = {}
+    for key, first in rows[0].items():
+        if isinstance(first, Mapping) and key != "ilp":
+            result[key] = middle([r[key] for r in rows])
+        elif isinstance(first, float) and key not in ("ilp_bound", "over_bound"):
+            result[key] = statistics.median(r[key] for r in rows)
+        else:
+            result[key] = first
+    return result
+
+
+def print_bytes(found: Sequence[Mapping[str, Any]]) -> None:
+    """Print the bytes that cross between nodes."""
     lines = []
-    for module in modules(workload, bins):
-        mean = float(module.cost.alone(module.lengths).sum()) / bins
-
-        def reached(where: np.ndarray, module: Module = module, mean: float = mean) -> float:
-            return float(loads(module.lengths, where, bins, module.cost).max()) / mean
-
-        padding = module.cost.padding
-        took, ours = measured(module, bins, "auto", rounds)
-        differencing = padding == "none" and bins <= MOST_DIFFERENCING
-        bound = lower_bound(module.lengths, bins, module.cost) / mean
-        lines.append(
-            {
-                "workload": workload,
-                "instances": bins,
-                "module": module.name,
-                "padding": padding,
-                "items": len(module.lengths),
-                "sampled": reached(module.sample // SAMPLES),
-                "paper": reached(measured(module, bins, PAPER[padding], 1)[1]),
-                "KK": reached(measured(module, bins, "karmarkar_karp", 1)[1]) if differencing else None,
-                "ours": reached(ours),
-                "bound": bound,
-                "ours / bound": reached(ours) / bound,
-                "ms": took,
-            }
-        )
-    return lines
+    for row in found:
+        ways = [row[way][kind] if row[way] else None for kind in ("max", "total") for way in ("fast", "ilp", "near")]
+        name = f"{row['model']} {row['module']}"
+        lines.append([name, row["plain_bytes"]["max"] / 1e6, *ways[:2], row["over_bound"]])
+        lines[-1] += [*ways[2:], *(f"{row['load'][way]:.4f}" for way in ("plain", "near"))]
+    columns = ["model, module", "plain max MB", "max: fast", "ilp", "fast / bound", "near home"]
+    columns += ["total: fast", "ilp", "near home", "load plain", "near home"]
+    notes = [
+        f"OrchMLLM, figure 13: reductions from {FIGURE_13[0]} to {FIGURE_13[1]}, that is, {1 - FIGURE_13[1]:.3f} to "
+        f"{1 - FIGURE_13[0]:.3f} left if they are what is saved",
+        "ilp, and fast over its bound: of the first draw; all else: medians over draws",
+        "bytes to other nodes over the plain balance's",
+    ]
+    report("bytes between nodes, 128 instances, 16 nodes", columns, lines, notes)
 
 
-def table_3(rounds: int) -> list[dict[str, Any]]:
-    """1920 samples of an interleaved set, by their image tokens as DistTrain measures a sample."""
-    drawn = WORKLOADS["laion"](1920, 0)
-    items = drawn.items["vision"]
-    size = np.bincount(items.sample, weights=items.inner_rows, minlength=1920).astype(np.int64)
-    module = Module("vision", size, np.arange(1920), Cost())
-    lines = []
-    for bins, printed in TABLE_3.items():
-        line: dict[str, Any] = {"instances": bins, "paper ms": printed}
-        for policy in ("disttrain", "auto"):
-            took, where = measured(module, bins, policy, rounds)
-            line[f"{policy} ms"] = took
-            line[f"{policy} / bound"] = float(loads(size, where, bins, Cost()).max()) / lower_bound(size, bins, Cost())
-        lines.append(line)
-    return lines
-
-
-def scaling(sizes: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
-    """Microseconds per item of every module as the instances grow."""
-    lines: list[dict[str, Any]] = []
-    for bins in sizes:
-        line: dict[str, Any] = {"instances": bins, "samples": bins * SAMPLES}
-        for module in modules("orchmllm_10b", bins):
-            took = measured(module, bins, "auto", rounds)[0]
-            line[f"{module.name} {module.cost.padding}"] = 1000 * took / len(module.lengths)
-        lines.append(line)
-    return lines
-
-
-def three_modules(bins: int, rounds: int) -> dict[str, Any]:
-    """As many items as samples in all three modules: lengths of a log-normal with median 400, at most 16384."""
-    lengths = np.minimum(np.random.default_rng(0).lognormal(6, 1, bins * SAMPLES).astype(np.int64) + 1, 16384)
-    line: dict[str, Any] = {"instances": bins, "items each": len(lengths)}
-    for cost in (Cost(1.0, 1e-5, 3.0), Cost(), Cost(1.0, 1e-5, 3.0, "full")):
-        name = cost.padding if cost.padding == "full" else "squares" if cost.quadratic else "linear"
-        line[f"{name} ms"] = measured(Module(name, lengths, lengths, cost), bins, "auto", rounds)[0]
-    line["sum ms"] = sum(value for key, value in line.items() if key.endswith(" ms"))
-    return line
-
-
-def table(title: str, lines: list[dict[str, Any]], notes: tuple[str, ...] = (), digits: int = 4) -> None:
-    """Print lines that have the same keys."""
-    columns = list(lines[0])
-    rows = [[f"{x:.{digits}f}" if isinstance(x, float) else x for x in line.values()] for line in lines]
-    report("balance", title, columns, rows, notes)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
+@program(
+    option("--quick", action="store_true", help="one model, at most 64 instances (for the test suite)"),
+    option("--rounds", type=int, default=9, help="timings per figure, of which the median counts"),
+    option("--seconds", type=float, default=20.0, help="for each integer program; 0: none (default 20)"),
+    option("--seeds", type=int, default=3, help="draws of the data of bytes between nodes, medians (default 3)"),
+)
+def main(options: Options) -> Any:
     """Measure and print."""
-    parser = arguments(__doc__)
-    parser.add_argument("--quick", action="store_true", help="one model, at most 64 instances (for the test suite)")
-    parser.add_argument("--rounds", type=int, default=9, help="timings per figure, of which the median counts")
-    options = parser.parse_args(argv)
     names = ["orchmllm_10b"] if options.quick else list(WIDTHS)
     sizes = (8, 64) if options.quick else (8, 64, 512, 2560)
     lines = [line for name in names for bins in sizes for line in quality(name, bins, options.rounds)]
-    plain = [line for line in lines if line["padding"] == "none"]
-    far = [line for line in plain if line["ours / bound"] > 1.001]
-    table(
-        "most loaded instance / mean",
-        lines,
-        (
-            f"without padding ours / bound is {max(x['ours / bound'] for x in plain):.5f} at worst, above 1.001 in "
-            f"{len(far)} of {len(plain)} lines",
-        ),
-        5,
-    )
-    three = [three_modules(bins, options.rounds) for bins in sizes]
-    table("milliseconds for three modules (goal at 2560 instances: 25 together)", three, digits=2)
-    intra = table_3(options.rounds)
-    table("DistTrain table 3, intra-microbatch reordering of 1920 samples", intra, digits=3)
-    growth = scaling((6, 64) if options.quick else (26, 256, 2560), options.rounds)
-    table("microseconds per item", growth, digits=3)
-    results = {"quality": lines, "three modules": three, "table 3": intra, "per item": growth}
-    write_json(options.json, "balance", "cpu", {"quick": options.quick, "rounds": options.rounds}, results)
+    worst, above = max(x["ours / bound"] for x in lines), sum(x["ours / bound"] > 1.001 for x in lines)
+    rows = [[f"{x:.5f}" if isinstance(x, float) else x for x in line.values()] for line in lines]
+    note = f"ours / bound is {worst:.5f} at worst, above 1.001 in {above} of {len(lines)} lines"
+    report("most loaded instance / mean", list(lines[0]), rows, [note])
+    moved: list[dict[str, Any]] = []
+    for name in names:
+        drawn = [moved_by_modules(name, seed, options.seconds * (seed == 0)) for seed in range(options.seeds)]
+        moved += [middle(rows) for rows in zip(*drawn, strict=True)]
+    print_bytes(moved)
+    return {"quality": lines, "between nodes": moved}
 
 
 if __name__ == "__main__":

@@ -4,14 +4,8 @@ For every pair of layouts, over one ragged global batch, forward and backward:
 
   ours    counted from the routes' sends
   bound   what any protocol must move: every missing (row, rank) once (derivation in hetero_strategy/boundary/route.py)
-  peer    gather-then-slice, as Megatron-LM's MIMO does it (main, 2026-08)
-
-The peer, from pipeline_parallel/bridge_communicator.py and models/mimo/comm/colocated_communicator.py. On other ranks:
-rows go to the first rank of each target instance, which broadcasts them in its tensor-parallel group, and with sequence
-parallelism each rank keeps its slice; backward the slices are all-gathered, the first rank sends gradients to the
-source's last rank, and that broadcasts them. On the same ranks: rows are all-gathered to every rank of the target
-instance, then sliced; backward is the adjoint. A pair that Megatron refuses (DP sizes that do not divide, partly
-overlapping ranks) is marked *: the figure is what its method would move. Messages about shapes are not counted.
+  peer    gather-then-slice, as Megatron-LM's MIMO does it (``benchmarks.peers.gather_then_slice``); a pair that
+          Megatron refuses is marked *: the figure is what its method would move
 
 With --run the pairs of at most 4 ranks also run on gloo processes, with the bytes handed to torch.distributed counted.
 """
@@ -20,24 +14,25 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from benchmarks.common import arguments, ragged_step, rearranged, report, write_json
-from benchmarks.counting import counted
-from benchmarks.gather_then_slice import MIMO, Moved, refuses
-from hetero_strategy.boundary.exchange import cross
+from benchmarks.common import Options, option, program, report
+from benchmarks.peers.gather_then_slice import MIMO, Moved, refuses
+from hetero_strategy.boundary import transport
 from hetero_strategy.boundary.route import Side, least_rows, route
-from hetero_strategy.boundary.transport import Channel
+from hetero_strategy.boundary.transport import Channel, cross
 from hetero_strategy.layout import ModuleLayout, Placement, place
 from hetero_strategy.layout.row_sharding import RowSharding
-from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.plan.plan_step import plan_step
 from hetero_strategy.plan.step_plan import EdgeBlocks, edge_blocks
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool, ragged_step, rearranged
 
 ASSIGNMENTS = ("aligned", "round_robin")
 """aligned: contiguous samples, and items on the instance of their sample, as Megatron has it. round_robin: items are
@@ -141,6 +136,39 @@ def planned(edge: Edge, row_bytes: int) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def counted() -> Iterator[Callable[[], int]]:
+    """While it lasts, sends and broadcasts are counted: ``with counted() as total: ...; total()``.
+
+    A broadcast counts ``nbytes`` for every other member, on its source: no algorithm moves fewer.
+    """
+    total = 0
+    start, batch, broadcast = transport.start_messages, dist.batch_isend_irecv, dist.broadcast
+
+    def sending(wire: transport.Wire, messages: Sequence[transport.WireMessage]) -> Any:
+        nonlocal total
+        total += sum(message.tensor.nbytes for message in messages if message.sends)
+        return start(wire, messages)
+
+    def sending_of_peers(ops: list[dist.P2POp]) -> Any:
+        nonlocal total
+        total += sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
+        return batch(ops)
+
+    def broadcasting(tensor: torch.Tensor, src: int, group: Any = None, **kwargs: Any) -> Any:
+        nonlocal total
+        if dist.get_rank() == src:
+            total += tensor.nbytes * (dist.get_world_size(group) - 1)
+        return broadcast(tensor, src, group, **kwargs)
+
+    transport.start_messages = sending  # type: ignore[assignment]
+    dist.batch_isend_irecv, dist.broadcast = sending_of_peers, broadcasting
+    try:
+        yield lambda: total
+    finally:
+        transport.start_messages, dist.batch_isend_irecv, dist.broadcast = start, batch, broadcast
+
+
 Who = Literal["ours", "peer"]
 WHO: tuple[Who, Who] = ("ours", "peer")
 
@@ -148,14 +176,14 @@ WHO: tuple[Who, Who] = ("ours", "peer")
 def run_on_rank(rank: int, world: int, edge: Edge, width: int, rounds: int) -> dict[Who, dict[str, Any]]:
     """Both exchanges on one rank, in turns: rows and gradients checked against each other, bytes counted, timed."""
     ours = route(edge.blocks, edge.source, edge.target, rank)
-    group, cpu = torch.distributed.group.WORLD, torch.device("cpu")
+    group, cpu = dist.group.WORLD, torch.device("cpu")
     there, back_again = (Channel(group, group, tag, width, torch.float32, cpu) for tag in (0, 1))
     peer = MIMO(edge.blocks, edge.source, edge.target).on_rank(rank)
     rows = tagged(edge.source, rank, width)
     grad = tagged(edge.target, rank, width)[peer.slots_here]
 
     def step(who: Who) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-        torch.distributed.barrier()
+        dist.barrier()
         start = time.perf_counter()
         if who == "ours":
             out = cross(ours.forward, there, rows)
@@ -215,22 +243,17 @@ def run(edges: Sequence[Edge], width: int, rounds: int, pool: Pool) -> list[dict
     return found
 
 
-def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> None:
-    """Count, print, write.
-
-    Args:
-        argv: the command line.
-        pool: starts the processes of ``--run``.
-    """
-    parser = arguments(__doc__)
-    parser.add_argument("--width", type=int, default=4096, help="of a row (default 4096, bf16)")
-    parser.add_argument("--samples", type=int, default=64, help="of the global batch (default 64)")
-    parser.add_argument("--assign", choices=ASSIGNMENTS, nargs="*", default=list(ASSIGNMENTS))
-    parser.add_argument("--pairs", default="", help="only pairs whose name contains this")
-    parser.add_argument("--run", action="store_true", help=f"also run pairs of at most {RUN_RANKS} ranks on gloo")
-    parser.add_argument("--run-width", type=int, default=1024, help="of a row in runs (default 1024, fp32)")
-    parser.add_argument("--rounds", type=int, default=20, help="timed rounds of a run (default 20)")
-    given = parser.parse_args(argv)
+@program(
+    option("--width", type=int, default=4096, help="of a row (default 4096, bf16)"),
+    option("--samples", type=int, default=64, help="of the global batch (default 64)"),
+    option("--assign", choices=ASSIGNMENTS, nargs="*", default=list(ASSIGNMENTS)),
+    option("--pairs", default="", help="only pairs whose name contains this"),
+    option("--run", action="store_true", help=f"also run pairs of at most {RUN_RANKS} ranks on gloo"),
+    option("--run-width", type=int, default=1024, help="of a row in runs (default 1024, fp32)"),
+    option("--rounds", type=int, default=20, help="timed rounds of a run (default 20)"),
+)
+def main(given: Options) -> Any:
+    """Count, print, write."""
     pairs = [p for p in PAIRS if given.pairs in p.name]
     results: dict[str, Any] = {"planned": {}, "run": {}}
     for assignment in given.assign:
@@ -238,7 +261,6 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> None:
         lines = [planned(e, 2 * given.width) for e in edges]
         results["planned"][assignment] = lines
         report(
-            "boundary_bytes",
             f"MB between ranks, one step, items {assignment}: {given.samples} samples, width {given.width}, bf16",
             ("", "bound fwd", "bwd", "ours fwd", "bwd", "peer fwd", "bwd", "ours / bound", "peer / bound", "plan ms"),
             [
@@ -256,14 +278,13 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> None:
         if not given.run:
             continue
         small = [e for e in edges if e.pair.world <= RUN_RANKS]
-        runs = run(small, given.run_width, given.rounds, pool or Pool())
+        runs = run(small, given.run_width, given.rounds, given.pool)
         results["run"][assignment] = runs
         for e, one in zip(small, runs, strict=True):
             line = planned(e, 4 * given.run_width)
             for who in WHO:
                 one[who]["planned_bytes"] = sum(line[who].values())
         report(
-            "boundary_bytes",
             f"run on gloo, items {assignment}: forward and backward, width {given.run_width}, fp32",
             ("", "ours MB", "as planned", "peer MB", "as planned", "ours ms", "peer ms", "peer / ours"),
             [
@@ -277,8 +298,7 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> None:
                 for one in runs
             ],
         )
-    settings = {name: value for name, value in vars(given).items() if name != "json"}
-    write_json(given.json, "boundary_bytes", "cpu", settings, results)
+    return results
 
 
 def _counted(one: dict[str, Any]) -> tuple[str, str]:

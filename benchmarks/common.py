@@ -1,85 +1,72 @@
-"""What the benchmarks share: ragged workloads, tables, and JSON with the machine in it."""
+"""A benchmark is a program: a measurement with its options, which prints tables and can write its figures as JSON."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from hetero_strategy import ragged
-from hetero_strategy.plan.assign import assignments_of
-from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan
+from hetero_strategy.testing import Pool
 
-Draw = Callable[[np.random.Generator, int], np.ndarray]
-"""(random numbers, n) -> rows of n items, int64 ``[n]``."""
+Options = argparse.Namespace
+"""Parsed options of a program, and ``pool``, which starts its processes."""
 
 
-def ragged_step(
-    seed: int,
-    samples: int,
-    encoders: Mapping[str, Draw],
-    *,
-    items: tuple[int, int] = (0, 3),
-    text: tuple[int, int] = (16, 128),
-) -> StepMetadata:
-    """Metadata of one global batch: per sample some items of every encoder, then text of which every token has a loss.
+def option(*flags: str, **settings: Any) -> Callable[[argparse.ArgumentParser], Any]:
+    """Return an option of a program, with the arguments of ``ArgumentParser.add_argument``."""
+    return lambda parser: parser.add_argument(*flags, **settings)
+
+
+def program(
+    *options: Callable[[argparse.ArgumentParser], Any], threads: int | None = 1
+) -> Callable[[Callable[[Options], Any]], Callable[..., Any]]:
+    """Make a program of a function that measures, prints its tables and returns its figures.
+
+    The program takes a command line, by default that of the process, and a pool of processes. Its help is the docstring
+    of its module; with ``--json FILE`` it writes the figures with its options and the machine.
 
     Args:
-        seed: of all numbers.
-        samples: in the global batch.
-        encoders: name -> rows of its items.
-        items: fewest and most items of one encoder in a sample.
-        text: fewest and most text tokens of a sample.
+        options: made by :func:`option`.
+        threads: threads of torch; None: as they are.
     """
-    rng = np.random.default_rng(seed)
-    counts = {name: rng.integers(items[0], items[1] + 1, samples) for name in encoders}
-    before = np.zeros(samples, dtype=np.int64)  # rows of the sample so far
-    placed = {}
-    for name, draw in encoders.items():
-        sample = np.repeat(np.arange(samples), counts[name])
-        rows = np.asarray(draw(rng, len(sample)), dtype=np.int64)
-        running = ragged.starts(rows)
-        first = np.searchsorted(sample, np.arange(samples))
-        start = running - running[np.minimum(first, max(0, len(rows) - 1))][sample] if len(rows) else running
-        placed[name] = StepItems(sample, rows, before[sample] + start, rows)
-        before = before + np.bincount(sample, weights=rows, minlength=samples).astype(np.int64)
-    tail = rng.integers(text[0], text[1] + 1, samples)
-    return StepMetadata(0, 0, np.arange(samples), before + tail, tail - 1, placed)
 
+    def decorate(measure: Callable[[Options], Any]) -> Callable[..., Any]:
+        @functools.wraps(measure)
+        def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> Any:
+            doc = sys.modules[measure.__module__].__doc__
+            parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+            parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
+            for add in options:
+                add(parser)
+            given = parser.parse_args(argv)
+            settings = {name: value for name, value in vars(given).items() if name != "json"}
+            given.pool = pool or Pool()
+            if threads is not None:
+                torch.set_num_threads(threads)
+            figures = measure(given)
+            if given.json is not None:
+                file = Path(measure.__code__.co_filename)
+                name = file.parent.name if file.stem == "__main__" else file.stem
+                write_json(given.json, name, settings, figures)
+            return figures
 
-def rearranged(
-    plan: StepPlan, instances: Mapping[str, int], instance_of: Mapping[str, np.ndarray], row_multiple: Mapping[str, int]
-) -> StepPlan:
-    """A plan with the same microbatches, and each unit of every module on the instance that is given."""
-    known, assignments = plan.metadata, {}
-    for name, chosen in instance_of.items():
-        number, items = plan.places(name).microbatch, known.items.get(name)
-        rows = (known.tokens, known.tokens) if items is None else (items.edge_rows, items.inner_rows)
-        assignments[name] = assignments_of(
-            number, len(plan.assignments[name]), chosen, number, *rows, instances[name], row_multiple.get(name, 1)
-        )
-    return replace(plan, assignments=assignments)
+        return main
 
-
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
-    return parser
+    return decorate
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """What the figures depend on besides the code."""
+    """Return what the figures depend on besides the code."""
     return {
         "cores": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
@@ -91,9 +78,7 @@ def machine(device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def report(
-    name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()
-) -> None:
+def report(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> None:
     """Print one table; all columns but the first are right-aligned."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for number, column in enumerate(columns):
@@ -104,18 +89,18 @@ def report(
     console = Console(width=max(80, sum(len(c) for c in columns) + 200), highlight=False)
     console.print(table)
     for note in notes:
-        console.print(f"{name}: {note}")
+        console.print(note)
 
 
 def shown(value: Any) -> str:
-    """A figure as the table shows it."""
+    """Return a figure as the table shows it."""
     if value is None:
         return "–"
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def write_json(path: Path | None, name: str, device: str, settings: Mapping[str, Any], results: Any) -> None:
+def write_json(path: Path, name: str, settings: dict[str, Any], figures: Any) -> None:
     """Write what was measured, with how and on what."""
-    if path is not None:
-        document = {"benchmark": name, "machine": machine(device), "settings": dict(settings), "results": results}
-        path.write_text(json.dumps(document, indent=2) + "\n")
+    on = machine(settings.get("device", "cpu"))
+    document = {"benchmark": name, "machine": on, "settings": settings, "results": figures}
+    path.write_text(json.dumps(document, indent=2, default=str) + "\n")

@@ -1,4 +1,4 @@
-"""What does context parallelism do for long sequences? Evenness of its work, and memory and time of a step.
+"""Context parallelism for long sequences: evenness of its work, and memory and time of a step.
 
 Evenness: pairs of a row and a key that it sees, of the rank that has most over the mean of all ranks. Context
 parallelism gives each rank two chunks of the rows; beside it one chunk each, as ranks of sequence parallelism have.
@@ -12,19 +12,18 @@ allocated is all memory of tensors that a step makes, at its most, on the rank t
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.common import arguments, report, write_json
-from benchmarks.pipelines import Setting, Turn, assembled, run_turns
+from benchmarks.common import Options, option, program, report
+from benchmarks.pipelines import Turn, run_turns
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model.context import in_context
 from hetero_strategy.model.inputs import Packing, SequenceInputs
 from hetero_strategy.profiling.allocations import Allocations
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Setting
 
 ROWS, SAMPLES = 32768, 4
 LAYOUTS = {
@@ -62,7 +61,7 @@ def setting_of(name: str, dim: int, tokens: int) -> Setting:
 
 def allocated(rank: int, world: int, setting: Setting) -> int:
     """Bytes that a step makes, at its most, after a first one."""
-    made, batch = assembled(setting, rank), setting.batch(0, rank)
+    made, batch = setting.assembled(rank), setting.batch(0, rank)
     for _ in range(2):
         for owned in made.owned.values():
             owned.parameter.grad = None
@@ -71,25 +70,24 @@ def allocated(rank: int, world: int, setting: Setting) -> int:
     return allocations.most
 
 
-def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[str, Any]:
+@program(
+    option("--dim", type=int, default=256, help="width of the model"),
+    option("--tokens", type=int, default=2048, help="of a sequence"),
+    option("--rounds", type=int, default=7, help="steps of each layout that are measured"),
+)
+def main(chosen: Options) -> Any:
     """Print the tables; returns their figures."""
-    parser = arguments(__doc__)
-    parser.add_argument("--dim", type=int, default=256, help="width of the model")
-    parser.add_argument("--tokens", type=int, default=2048, help="of a sequence")
-    parser.add_argument("--rounds", type=int, default=7, help="steps of each layout that are measured")
-    chosen = parser.parse_args(argv)
-    pool = pool or Pool()
     even = {name: {ranks: evenness(lengths, ranks) for ranks in (2, 4, 8)} for name, lengths in packings(ROWS).items()}
     table = [[n, ranks, f"{a:.3f}", f"{b:.3f}"] for n, of in even.items() for ranks, (a, b) in of.items()]
-    report("context", "most pairs / mean", ("rows", "ranks", "two chunks", "one chunk"), table, [])
+    report("most pairs / mean", ("rows", "ranks", "two chunks", "one chunk"), table)
     steps: dict[str, dict[str, float]] = {}
     settings = {name: setting_of(name, chosen.dim, chosen.tokens) for name in LAYOUTS}
     for world in (1, 2):
         names = [name for name, setting in settings.items() if setting.world == world]
         turns = [Turn(settings[name], model=i) for i, name in enumerate(names)]
-        ran = pool.run(world, run_turns, turns, 1, chosen.rounds, timeout=900)
+        ran = chosen.pool.run(world, run_turns, turns, 1, chosen.rounds, timeout=900)
         for turn, name in enumerate(names):
-            held = pool.run(world, allocated, settings[name], timeout=300)
+            held = chosen.pool.run(world, allocated, settings[name], timeout=300)
             seconds = statistics.median(
                 max(step.end for step in of_ranks) - min(step.begin for step in of_ranks)
                 for of_ranks in zip(*ran, strict=True)
@@ -102,8 +100,7 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[st
         for name, one in steps.items()
     ]
     columns = ("layout", "seconds", "of one rank's", "allocated, of one rank's")
-    report("context", f"a step of {SAMPLES} sequences of {chosen.tokens} tokens", columns, lines, [])
-    write_json(chosen.json, "context", "cpu", vars(chosen) | {"json": None}, {"evenness": even, "steps": steps})
+    report(f"a step of {SAMPLES} sequences of {chosen.tokens} tokens", columns, lines)
     return {"evenness": even, "steps": steps}
 
 

@@ -1,32 +1,39 @@
-"""How long it takes to build a large run without its ranks: two models, on 1,296, 2,560 and 10,240 ranks.
+"""Time to build a large run without its ranks, and what each of its ranks joins and sends.
 
-A vision encoder of SigLIP 2's so400m size, on the ranks of the language model or on ranks of its own (``apart``), and a
-Llama of width 8192 with 80 or 96 layers, in bf16-mixed. One batch is planned, scheduled and compiled; the ranks at the
-ends of every lane are built on the meta device and checked (``hetero_strategy.strategy.dry_run``).
+Two models on 1,296, 2,560 and 10,240 ranks: a vision encoder of SigLIP 2's so400m size, on the ranks of the language
+model or on ranks of its own (``apart``), and a Llama of width 8192 with 80 or 96 layers, in bf16-mixed. One batch is
+planned, scheduled and compiled; the ranks at the ends of every lane are built on the meta device and checked
+(``hetero_strategy.strategy.dry_run``).
 
   built      ranks that were built, of all
   seconds    of the machine's clock; processor: of this process
   GiB        most memory of this process, over all settings so far
+  largest    GiB of the rank that holds most, without activations inside stages
   shards     the same parameters on the ranks that share the model, as a part of the model: 1 where nothing is missing
              or held twice. Ranks of a lane that were not built count as the mean of those that were
+  groups     process groups that a rank is in; at most, as the next two
+  connect    messages of one number before the first step, to each rank to which it may send rows or gradients
+  messages   sent along edges and between stages in a step
 """
 
 from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.common import arguments, ragged_step, report, write_json
+from benchmarks.common import Options, option, program, report
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.plan.step_plan import StepMetadata
+from hetero_strategy.schedule.compile import StepProgram
+from hetero_strategy.strategy.blueprint import Options as RunOptions
 from hetero_strategy.strategy.dry_run import BuiltRank, DryRun, dry_run
+from hetero_strategy.testing import ragged_step
 from hetero_strategy.zoo import siglip2_encoder, titan_llama
 
 MIXED = Storage(torch.bfloat16, torch.float32)
@@ -102,7 +109,7 @@ def measure(run: LargeRun) -> dict[str, Any]:
     began, used = time.perf_counter(), time.process_time()
     found = dry_run(
         run.model(), run.layouts(), [run.batch()], world_size=run.ranks, ranks_per_node=NODE,
-        microbatches=MICROBATCHES, storage=MIXED, memory=80 * GIB,
+        microbatches=MICROBATCHES, options=RunOptions(storage=MIXED), memory=80 * GIB,
     )  # fmt: skip
     return {
         "ranks": run.ranks,
@@ -115,20 +122,24 @@ def measure(run: LargeRun) -> dict[str, Any]:
         "GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB,
         "largest": max(one.total for one in found.ranks) / GIB,
         "shards": shards(run, found),
+        "groups": max(one.groups for one in found.ranks),
+        "connect": max(one.connections for one in found.ranks),
+        "messages": max(_messages(program) for one in found.ranks for program in one.programs),
         "faults": len(found.faults),
     }
 
 
-def main(argv: Sequence[str] | None = None, runs: Sequence[LargeRun] = RUNS) -> list[dict[str, Any]]:
-    """Measure, print, write; returns the figures."""
-    parser = arguments(__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", help="only the runs of so many ranks")
-    given = parser.parse_args(argv)
-    found = [measure(run) for run in runs if given.ranks is None or run.ranks in given.ranks]
-    columns = tuple(found[0]) if found else ()
-    rows = [tuple(f"{x:,}" if isinstance(x, int) else round(x, 3) for x in one.values()) for one in found]
-    report("dry_run", "building large runs without their ranks", columns, rows)
-    write_json(given.json, "dry_run", "cpu", {"runs": [str(run) for run in runs]}, found)
+def _messages(program: StepProgram) -> int:
+    """Count what a rank sends in a step."""
+    return sum(len(hop.sends) for t in program.transfers for hop in (t.transfer.first, t.transfer.second))
+
+
+@program(option("--ranks", type=int, nargs="+", help="only the runs of so many ranks"))
+def main(given: Options) -> list[dict[str, Any]]:
+    """Print the table."""
+    found = [measure(run) for run in RUNS if given.ranks is None or run.ranks in given.ranks]
+    rows = [[f"{x:,}" if isinstance(x, int) else round(x, 3) for x in one.values()] for one in found]
+    report("building large runs without their ranks", tuple(found[0]), rows)
     return found
 
 

@@ -1,9 +1,10 @@
-"""What is a layout per module worth over one layout for all, and when nothing?
+"""Gain of a layout per module over one layout for all, and cases without a gain.
 
-Simulated on H100 at full size, but for one point that is measured on gloo processes. Half of the tokens are pictures of
-1024 rows, of which a quarter reach the language model. What is compared, each the best over tensor, context and
-pipeline parallelism, microbatches, recompute and schedules, all with the same balance, and all in the device's memory
-as the memory model predicts it (rigid ones as the planner's formula does, since that model knows no repeated encoder):
+Simulated on H100 at full size; ``benchmarks.real_steps repeated`` measures one point on gloo processes. Half of the
+tokens are pictures of 1024 rows, of which a quarter reach the language model. What is compared, each the best over
+tensor, context and pipeline parallelism, microbatches, recompute and schedules, all with the same balance, and all in
+the device's memory as the memory model predicts it (rigid ones as the planner's formula does, since that model knows no
+repeated encoder):
 
   rigid            Megatron-LM's usual layout: the encoder in the language model's tensor parallelism, an instance for
                    each of its instances, the same pictures on all context-parallel ranks (Megatron-Bridge #5645:
@@ -32,31 +33,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import filled_steps
-from benchmarks.common import arguments, report, write_json
-from benchmarks.pipelines import Setting, Step, Turn, gather, planned, run_turns
+from benchmarks.common import Options, option, program, report
 from hetero_strategy.errors import HeteroError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model import MultimodalModel
+from hetero_strategy.model.read_spec import spec_of
+from hetero_strategy.model.spec import ModelSpec
 from hetero_strategy.model.without_values import models_without_values
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata
-from hetero_strategy.planner.evaluate import Candidate
-from hetero_strategy.planner.hardware import cluster
-from hetero_strategy.planner.memory import MemoryModel
-from hetero_strategy.planner.rigid import rigid_layouts
+from hetero_strategy.planner.candidate import Candidate
+from hetero_strategy.planner.propose import rigid_layouts
 from hetero_strategy.planner.search import Planner
-from hetero_strategy.planner.shape import ModelShape, shape_of
-from hetero_strategy.planner.times import MIXED
 from hetero_strategy.profiling.cache import memory_model
-from hetero_strategy.simulator.simulate import simulate
+from hetero_strategy.profiling.memory import MemoryModel
+from hetero_strategy.simulator.cost_model import MIXED, CostModel
+from hetero_strategy.simulator.hardware import cluster
 from hetero_strategy.zoo import siglip2_encoder, titan_llama
-from tests.distributed.harness import Pool
 
 ENCODERS = {"0.6B": (32, 1280, 16), "2B": (48, 1792, 16), "6B": (48, 3072, 24), "22B": (48, 6144, 48)}
 """Layers, width and heads."""
@@ -120,16 +117,15 @@ class Case:
 
     def __init__(self, row: Row) -> None:
         self.row, self.model = row, built(row)
-        self.shape: ModelShape = shape_of(self.model)
+        self.shape: ModelSpec = spec_of(self.model)
         self.planner = self._planner(row.gpus)
 
     def _planner(self, gpus: int) -> Planner:
-        return Planner(self.shape, cluster("h100", -(-gpus // 8)), [data(self.row)])
+        return Planner(CostModel(self.shape, cluster("h100", -(-gpus // 8))), [data(self.row)])
 
     @cached_property
     def memory(self) -> MemoryModel:
-        given = self.planner.estimates.given
-        return memory_model(self.model.train(), self.shape, self.planner.evaluator.cluster, MIXED, given)
+        return memory_model(self.model.train(), self.shape, "h100", MIXED)
 
     @cached_property
     def share(self) -> float:
@@ -159,10 +155,10 @@ class Case:
                     yield ModuleLayout(gpus, dp_shard=dp, tp=tp, cp=cp, pp=pp).resolved(), count
 
     def best(self, kind: str, gpus: int | None = None, added: int = 0) -> list[Found]:
-        """All of a kind, the fastest first, of which the first fits by the memory model.
+        """Return all candidates of a kind, the fastest first, of which the first fits by the memory model.
 
         Args:
-            gpus: of the language model; None: all.
+            gpus: number of GPUs of the language model; None: all.
             added: ranks of the encoder, besides.
         """
         planner = self.planner if not added else self._planner(self.row.gpus + added)
@@ -183,7 +179,7 @@ class Case:
         """Whether a candidate fits by the formula, and where an encoder fills, whose rows wait as the formula does not
         know, by the memory model.
         """
-        fits = bool((planner.estimates.needed(one, in_step=rigid) <= planner.estimates.room).all())
+        fits = bool((planner.estimates.needed(one, in_step=rigid) <= planner.estimates.memory).all())
         return fits and (fill == "none" or planner._has_room(one, self.memory))
 
     def _around(self, kind: str, llm: ModuleLayout, own: int) -> Iterator[tuple[Mapping[str, ModuleLayout], str]]:
@@ -213,7 +209,7 @@ class Case:
                 yield {"vision": vision, "llm": way}, fill
 
     def planned(self) -> Found:
-        """What the planner proposes, with its memory model."""
+        """Return the planner's choice, with its memory model."""
         best = self.planner.plan(memory=lambda: self.memory).best
         return Found(best.seconds, best.candidate)
 
@@ -253,7 +249,7 @@ def _simulated(
     """Simulate with what runs again that costs least, of all that fits by the formula, with both ways to gather."""
     piped = layouts["llm"].pp > 1
     schedules = ("zbv",) if layouts["llm"].vpp > 1 else ("1f1b", *["zb_h1"] * (fill == "none")) if piped else ("auto",)
-    work = {name: planner.estimates.work(name, way.tp, 0, way.cp).total / way.dp for name, way in layouts.items()}
+    work = {name: planner.estimates.work(name, way.tp, cp=way.cp).total / way.dp for name, way in layouts.items()}
 
     def again(recompute: Mapping[str, Recompute]) -> float:
         return sum(work[name] / how.every for name, how in recompute.items())
@@ -264,7 +260,8 @@ def _simulated(
     ]
     for reshard in ("auto", "never") if layouts["llm"].pp == 1 else ("never",):
         for recompute in sorted(ways, key=again):
-            one = Candidate(layouts, count, schedules[0], recompute, reshard, fill)
+            transforms = {name: [how] for name, how in recompute.items()}
+            one = Candidate(layouts, count, schedules[0], transforms, reshard, fill)
             if holds(one):
                 for schedule in schedules:
                     try:
@@ -324,85 +321,30 @@ def pipelines(rows: Sequence[Row], added: Sequence[int]) -> tuple[list[list[Any]
         name = f"{row}, tp {way[0]} pp {way[2]}"
         for kind, one in ways.items():
             more = int(kind.split()[-1]) if kind.startswith("added") else 0
-            per = one and replace_seconds(one, one.seconds * (1 + more / row.gpus))
+            per = one and one._replace(seconds=one.seconds * (1 + more / row.gpus))
             table.append([name, f"{case.share:.0%}", kind, one.seconds if one else "does not fit",
                           percent(rigid, one), percent(lighter, one), percent(lighter, per)])  # fmt: skip
         found[name] = {kind: one and one.seconds for kind, one in {**ways, "rigid": rigid, "lighter": lighter}.items()}
     return table, found
 
 
-def replace_seconds(one: Found, seconds: float) -> Found:
-    """The same layout at another speed."""
-    return one._replace(seconds=seconds)
-
-
-RANKS = (0, 1, 2, 3)
-TOYS = {"rigid": ModuleLayout((0, 2), dp_shard=2), "colocated": ModuleLayout(RANKS, dp_shard=4)}
-"""The encoder beside a language model on four ranks of which two share each sequence (cp 2)."""
-
-
-def toy(way: str, ratio: float) -> Setting:
-    """A small model whose encoder has ``ratio`` of the work of its language model.
-
-    Seconds stand in for devices, see ``benchmarks.filled_steps``: context-parallel ranks share those of a sequence.
-    """
-    layouts = {"vision": TOYS[way], "llm": ModuleLayout(RANKS, cp=2, dp_shard=2)}
-    options: dict[str, Any] = {"vision": (64, 2), "llm": (64, 4), "samples": 32, "microbatches": 4, "items": (2, 3)}
-    made = Setting(way, layouts, "1f1b", reshard_after_forward="never", **options)
-    batch, work = made.metadata(0), 4 * filled_steps.FORWARD * made.microbatches
-    costs = {
-        "llm": {"linear": work / batch.tokens.sum()},
-        "vision": {"linear": 2 * ratio * work / batch.items["vision"].inner_rows.sum()},
-    }
-    return replace(made, balance={"costs": costs, "reorder": "none"})
-
-
-def on_rank(rank: int, world: int, ratio: float, rounds: int) -> list[Step]:
-    """Run steps of both layouts, in turns."""
-    with filled_steps.paced(rank):
-        return run_turns(rank, world, [Turn(toy(way, ratio), model=i) for i, way in enumerate(TOYS)], 1, rounds)
-
-
-def measured(pool: Pool, rounds: int, ratios: Sequence[float]) -> tuple[list[list[Any]], dict[str, Any]]:
-    """Table 3: four gloo processes."""
-    table, found = list[list[Any]](), dict[str, Any]()
-    for ratio in ratios:
-        steps = gather(pool.run(4, on_rank, ratio, rounds, timeout=600))
-        took = [median(s.seconds for s in steps if s.turn == i) for i in range(len(TOYS))]
-        said = []
-        for way in TOYS:
-            known = planned(toy(way, ratio), 0)
-            said.append(simulate(known.schedule, partial(filled_steps.seconds, known.costs)).time)
-        share = ratio / (1 + ratio)
-        gains = [100 * (took[0] / took[1] - 1), 100 * (said[0] / said[1] - 1), 100 * share]
-        table.append([f"{share:.0%}", *took, *said, *(f"{gain:+.0f}%" for gain in gains)])
-        found[str(ratio)] = {"measured": took, "simulated": said}
-    return table, found
-
-
-def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[str, Any]:
+@program(
+    option("--all", action="store_true", help="all rows (hours)"),
+    option("--rows", type=int, nargs=2, default=DEFAULT, help="rows of tables 1 and 2"),
+    option("--added", type=int, nargs="*", default=[2, 4, 8], help="ranks added for the encoder"),
+)
+def main(args: Options) -> Any:
     """Print the tables."""
-    parser = arguments(__doc__)
-    parser.add_argument("--all", action="store_true", help="all rows (hours)")
-    parser.add_argument("--rows", type=int, nargs=2, default=DEFAULT, help="rows of tables 1 and 2")
-    parser.add_argument("--added", type=int, nargs="*", default=[2, 4, 8], help="ranks added for the encoder")
-    parser.add_argument("--rounds", type=int, default=5, help="measured steps of each kind; 0: none")
-    args = parser.parse_args(argv)
     one, two = (len(TABLE_1), len(TABLE_2)) if args.all else args.rows
     found: dict[str, Any] = {}
     by_cp, best, found["long"] = long_contexts(TABLE_1[:one])
     head = ("row", "encoder's share", "cp", "tp/cp/pp", "rigid, s", "colocated", "cp * e + 1 - e", "over dealt")
-    report("by_cp", "Tokens a second at one layout of the language model", head, by_cp, [PRINTED])
+    report("Tokens a second at one layout of the language model", head, by_cp, [PRINTED])
     head = ("row", "rigid, s", "colocated", "over lighter", "over dealt", "apart", "plan", "plan / best")
-    report("best", "The best against the best: over rigid, unless another is named", head, best, [PRINTED])
+    report("The best against the best: over rigid, unless another is named", head, best, [PRINTED])
     table, found["pipelines"] = pipelines(TABLE_2[:two], args.added)
     head = ("row", "encoder's share", "way", "s", "over rigid", "over lighter", "of a GPU over lighter")
-    report("pipelines", "Tokens a second where the language model is a pipeline", head, table, [PRINTED])
-    if args.rounds:
-        table, found["measured"] = measured(pool or Pool(), args.rounds, (0.3, 0.6))
-        head = ("share", "rigid, s", "colocated, s", "simulated", "simulated", "gain", "simulated", "cp * e + 1 - e")
-        report("measured", "Four gloo processes, cp 2 of the language model", head, table, [])
-    write_json(args.json, "heterogeneous_gain", "cpu", {"all": args.all, "rows": [one, two]}, found)
+    report("Tokens a second where the language model is a pipeline", head, table, [PRINTED])
     return found
 
 

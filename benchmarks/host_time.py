@@ -1,4 +1,4 @@
-"""What the main thread does in a step between kernels, and what loader workers do for it.
+"""Time of the main thread between the kernels of a step, and of loader workers that prepare it.
 
 Three modules on 8 pipeline ranks x instances: the language model in 8 stages, both encoders data parallel on all ranks;
 32 microbatches, 1F1B. One rank of that world runs here for real, all others are torch's fake process group, so the
@@ -13,9 +13,10 @@ block, which seed its random numbers. Seconds are those of the thread, which oth
   step       the whole of it, with the tiny modules of this benchmark
 
 The second table is the language model alone, a stage in the middle of 8 whose one block is a small layer, beside
-torch's own pipelining runtimes with the same layer and schedule: in turns, per action. Theirs have tensors of one
-shape, no rows to route and no random numbers to set, and no adapter around the layer. The last line of the table is
-what each further block of a stage adds to a forward.
+torch's own pipelining runtimes with the same stage and schedule: in turns, per action. Theirs have tensors of one
+shape, no rows to route and no random numbers to set. ``bound`` is a loop of what no runtime can leave out, in torch's
+public calls: each action receives a message, calls the stage or autograd, and sends a message. The last line of the
+table is what each further block of a stage adds to a forward.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from typing_extensions import override
 
-from benchmarks.common import arguments, report, write_json
+from benchmarks.common import Options, option, program, report
 from benchmarks.peers import torch_pipeline
-from benchmarks.pipelines import Setting, assembled
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.runtime import local_stage
+from hetero_strategy.runtime import actions
 from hetero_strategy.runtime.executor import Executor
+from hetero_strategy.schedule.action import Action
 from hetero_strategy.schedule.compile import compile_step
-from hetero_strategy.schedule.text import to_csv
+from hetero_strategy.testing import Setting, one_rank
 
 STAGES, MICROBATCHES, WIDTH = 8, 32, 32
 
@@ -56,7 +57,7 @@ class Kernels:
         self.seconds, self.calls, self._inside = 0.0, 0, False
 
     def count(self, frame: Any, event: str, arg: Any) -> None:
-        """What ``sys.setprofile`` takes."""
+        """Count a call, as ``sys.setprofile`` takes it."""
         self.calls += event in ("call", "c_call") and not self._inside
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,21 +87,6 @@ def setting(instances: int, *, alone: bool = False) -> Setting:
     )  # fmt: skip
 
 
-@contextmanager
-def one_rank(instances: int, rank: int, *, alone: bool = False) -> Iterator[tuple[Executor, Batch]]:
-    """What runs a step on a rank, and its batch, in a world of which all other ranks are fake."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=STAGES * instances)
-    new_group = dist.new_group
-    try:
-        with patch.object(dist, "new_group", lambda ranks=None, **_: new_group(ranks)):
-            chosen = setting(instances, alone=alone)
-            executor = assembled(chosen, rank).executor
-        with patch.object(executor.agreement, "check"):  # the fake group sums nothing, so ranks seem to disagree
-            yield executor, chosen.batch(0, rank)
-    finally:
-        dist.destroy_process_group()
-
-
 def computing(stage: Adapter) -> list[nn.Module]:
     """Return the modules whose forward is kernels: blocks, and all outside of blocks that hold none of them."""
     blocks = list(stage.blocks().values())
@@ -118,7 +104,7 @@ def stepping(executor: Executor, batch: Batch, kernels: Kernels) -> Iterator[Cal
             for module in computing(stage):
                 patches.enter_context(patch.object(module, "forward", kernels.timed(module.forward)))
         for owner, name in (
-            (torch.autograd, "backward"), (torch.autograd, "grad"), (local_stage, "settle"), (dist, "all_reduce"),
+            (torch.autograd, "backward"), (torch.autograd, "grad"), (actions, "settle"), (dist, "all_reduce"),
         ):  # fmt: skip
             patches.enter_context(patch.object(owner, name, kernels.timed(getattr(owner, name))))
 
@@ -149,7 +135,7 @@ def calls_of(step: Callable[[], None], kernels: Kernels) -> int:
 
 def measure(instances: int, rank: int, rounds: int) -> dict[str, float]:
     """Medians in ms."""
-    with one_rank(instances, rank) as (executor, batch):
+    with one_rank(setting(instances), rank) as (executor, batch):
         schedules, compiles = [], []
         for _ in range(rounds):
             batch.plan._places.clear()
@@ -176,23 +162,66 @@ def measure(instances: int, rank: int, rounds: int) -> dict[str, float]:
     }
 
 
+class Chained(nn.Module):
+    """A stage as torch's pipelining takes it: from rows to rows."""
+
+    def __init__(self, stage: Adapter, inputs: Any) -> None:
+        super().__init__()
+        self.stage, self.inputs = stage, inputs
+
+    @override
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.stage(self.inputs, {}, rows)
+        return made
+
+
+def least(module: nn.Module, actions: Sequence[Action], rank: int) -> Callable[[], None]:
+    """Return what runs the forwards and backwards of a step with nothing around them but their messages."""
+
+    def step() -> None:
+        live: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        sent: list[Any] = []
+        for action in actions:
+            if action.kind == "F":
+                came = torch.empty(8, WIDTH)
+                dist.irecv(came, rank - 1).wait()  # type: ignore[union-attr]
+                came.requires_grad_()
+                live[action.microbatch] = came, module(came)
+                sent.append(dist.isend(live[action.microbatch][1].detach(), rank + 1))
+            elif action.kind == "B":
+                gradient = torch.empty(8, WIDTH)
+                dist.irecv(gradient, rank + 1).wait()  # type: ignore[union-attr]
+                leaf, made = live.pop(action.microbatch)
+                torch.autograd.backward([made], [gradient])
+                assert leaf.grad is not None
+                sent.append(dist.isend(leaf.grad, rank - 1))
+        for work in sent:
+            work.wait()
+
+    return step
+
+
 def beside_torch(rounds: int, rank: int = STAGES // 2) -> dict[str, dict[str, float]]:
     """Runtime -> microseconds without kernels, and calls, per action: the language model alone, in turns.
 
-    ``a block``: microseconds and calls of one block in one forward beside what it computes, measured alone.
+    ``bound``: see :func:`least`. ``a block``: microseconds and calls of one block in one forward beside what it
+    computes, measured alone.
     """
     layer, kernels = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), Kernels()
     with ExitStack() as stack:
-        executor, batch = stack.enter_context(one_rank(1, rank, alone=True))
+        executor, batch = stack.enter_context(one_rank(setting(1, alone=True), rank))
         (stage,) = executor.stages.values()
         (block,) = stage.blocks().values()
         stack.enter_context(patch.object(block, "forward", lambda hidden, *_, **__: layer(hidden)))
         path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "schedule.csv"
-        path.write_text(to_csv(executor.compiler.schedule(batch.plan, train=True)))
-        steps = {"ours": stack.enter_context(stepping(executor, executor.ready(batch, train=True), kernels))}
+        path.write_text(executor.compiler.schedule(batch.plan, train=True).to_csv())
+        ready = executor.ready(batch, train=True)
+        assert ready.program is not None
+        steps = {"ours": stack.enter_context(stepping(executor, ready, kernels))}
+        module = Chained(stage, batch.inputs["llm"][0])
+        steps["bound"] = least(module, [action.action for action in ready.program.actions], rank)
         for name in torch_pipeline.RUNTIMES:
-            given = name, layer, WIDTH, rank, STAGES, MICROBATCHES, str(path)
-            steps[name] = torch_pipeline.prepared(*given, kernels.timed)
+            steps[name] = torch_pipeline.prepared(name, module, WIDTH, rank, STAGES, MICROBATCHES, str(path))
         turns = [{name: time_step(step, kernels)[1] for name, step in steps.items()} for _ in range(rounds + 2)][2:]
         actions = 2 * MICROBATCHES  # of all: ours also starts the sum of gradients, which counts for nothing here
         found = {
@@ -202,38 +231,26 @@ def beside_torch(rounds: int, rank: int = STAGES // 2) -> dict[str, dict[str, fl
             }
             for name, step in steps.items()
         }
-        hidden, numbers = torch.zeros(8, WIDTH), stage.random_numbers
-        assert numbers is not None
-        numbers.start(batch.plan.metadata, 0, 0, 0, 0, hidden.device, rows_of=0)
+        hidden = torch.zeros(8, WIDTH)
 
         def blocks() -> None:
             for _ in range(100):
                 block(hidden)
 
         took = [time_step(blocks, kernels)[1] for _ in range(rounds + 2)][2:]
-        numbers.stop()
         alone = {"microseconds": 1e4 * statistics.median(took), "calls": calls_of(blocks, kernels) / 100}
         return found | {"a block": alone}
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run, print, write.
-
-    Args:
-        argv: the command line.
-
-    Returns:
-        The figures.
-    """
-    parser = arguments(__doc__)
-    parser.add_argument("--instances", type=int, nargs="+", default=[2, 8, 64], help="of the LLM (default 2 8 64)")
-    parser.add_argument("--rounds", type=int, default=7, help="of which the median is taken (default 7)")
-    given = parser.parse_args(argv)
-    torch.set_num_threads(1)
+@program(
+    option("--instances", type=int, nargs="+", default=[2, 8, 64], help="of the LLM (default 2 8 64)"),
+    option("--rounds", type=int, default=7, help="of which the median is taken (default 7)"),
+)
+def main(given: Options) -> Any:
+    """Run, print, write."""
     found = [{"instances": n, **measure(n, 0, given.rounds)} for n in given.instances]
     names = ("schedule", "compile", "main", "step")
     report(
-        "host_time",
         "one rank of a step of 3 modules, 8 stages x 32 microbatches, milliseconds of the thread",
         ("instances", "ranks", "actions", "transfers", "calls", *names),
         [
@@ -244,16 +261,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         ["schedule and compile run in loader workers, ahead of the step"],
     )  # fmt: skip
     peers = beside_torch(given.rounds)
+    bound = peers["bound"]["microseconds"]
     report(
-        "host_time",
         "a stage of the language model alone beside torch's runtimes, between kernels, thread time",
-        ("runtime", "us per action", "calls per action", "calls / ours"),
-        [(name, x["microseconds"], x["calls"], x["calls"] / peers["ours"]["calls"]) for name, x in peers.items()],
+        ("runtime", "us per action", "us / bound", "calls per action"),
+        [(n, x["microseconds"], x["microseconds"] / bound, x["calls"]) for n, x in peers.items()],
         ["a block: what each further block of a stage adds to a forward of ours"],
     )
-    figures = {"steps": found, "beside torch": peers}
-    write_json(given.json, "host_time", "cpu", {"instances": given.instances, "rounds": given.rounds}, figures)
-    return figures
+    return {"steps": found, "beside torch": peers}
 
 
 if __name__ == "__main__":

@@ -39,12 +39,12 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch._C._distributed_c10d import FakeWork, Work
 
-from benchmarks.common import arguments, report, write_json
-from benchmarks.pipelines import Setting, assembled
+from benchmarks.common import Options, option, program, report
+from benchmarks.operations import Operation, Operations
+from hetero_strategy.boundary import transport
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.layout.fake import fake_world
 from hetero_strategy.layout.registry import MESSAGE_CTAS
-from tests.distributed.operations import Operation, Operations
+from hetero_strategy.testing import Setting, one_rank
 
 PLACES = 132
 """Streaming multiprocessors of an H100, each of which takes one CTA of NCCL's."""
@@ -128,9 +128,9 @@ class Trace(Operations):
     def batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Messages that start together are one kernel."""
 
-        def started(ops: Sequence[dist.P2POp]) -> Any:
+        def started(wire: transport.Wire, messages: Sequence[transport.WireMessage]) -> Any:
             self._batch = []
-            works = original(ops)
+            works = original(wire, messages)
             batch, self._batch = self._batch, None
             me, meets = dist.get_rank(), []
             for operation, _ in batch:
@@ -185,7 +185,7 @@ def traced() -> Iterator[Trace]:
         return wait
 
     class Event:
-        """What was on a stream when it was recorded."""
+        """A CUDA event's stand-in: what was on a stream when it was recorded."""
 
         after: frozenset[int] = frozenset()
 
@@ -206,7 +206,7 @@ def traced() -> Iterator[Trace]:
             (torch.cpu.Stream, "wait_event", lambda s, e: wait_event(s, getattr(e, "after", e))),
             (torch.cpu.Stream, "wait_stream", lambda s, other: wait_event(s, record(other))),
             (torch.cpu, "Event", Event),
-            (dist, "batch_isend_irecv", trace.batch(dist.batch_isend_irecv)),
+            (transport, "start_messages", trace.batch(transport.start_messages)),
             (Work, "wait", waiting(Work.wait)),
             (FakeWork, "wait", waiting(FakeWork.wait)),
             (functional, "wait_tensor", waiting(functional.wait_tensor)),
@@ -218,10 +218,8 @@ def traced() -> Iterator[Trace]:
 
 def trace_of(setting: Setting, rank: int) -> list[Kernel]:
     """Kernels of one rank in one step of training."""
-    with fake_world(rank, setting.world):
-        executor, batch = assembled(setting, rank).executor, setting.batch(0, rank)
-        with patch.object(executor.agreement, "check"), traced() as trace:  # nobody is there to agree with
-            executor.run(batch, train=True)
+    with one_rank(setting, rank) as (executor, batch), traced() as trace:
+        executor.run(batch, train=True)
     return trace.kernels
 
 
@@ -292,7 +290,7 @@ def hangs(
         traces: kernels of every rank.
         ctas: says how many places a kernel needs.
         in_order: kernels of communication start in the order of the host, as with NCCL_LAUNCH_ORDER_IMPLICIT=1.
-        seed: of the order in which ranks run ahead; with an odd one kernels start in a random order, too.
+        seed: seed of the order in which ranks run ahead; with an odd one kernels start in a random order, too.
         places: on each device.
     """
     generator = random.Random(seed)
@@ -401,15 +399,15 @@ def setting_of(name: str, placed: Mapping[str, ModuleLayout], ranks: int) -> Set
     )  # fmt: skip
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+@program(
+    option("--ranks", type=int, nargs="+", default=[8, 64], help="worlds (default 8 64)"),
+    option("--layouts", nargs="+", metavar="NAME", help="some of the layouts (default: all)"),
+    option("--rounds", type=int, default=20, help="replays in random orders (default 20)"),
+    option("--workers", type=int, default=os.cpu_count(), help="processes that trace (default: the cores)"),
+    option("--messages", type=int, default=MESSAGE_CTAS, help="CTAs of a message (default: as set)"),
+)
+def main(given: Options) -> Any:
     """Run, print, write; return the figures."""
-    parser = arguments(__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="worlds (default 8 64)")
-    parser.add_argument("--layouts", nargs="+", metavar="NAME", help="some of the layouts (default: all)")
-    parser.add_argument("--rounds", type=int, default=20, help="replays in random orders (default 20)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that trace (default: the cores)")
-    parser.add_argument("--messages", type=int, default=MESSAGE_CTAS, help="CTAs of a message (default: as set)")
-    given = parser.parse_args(argv)
     found = []
     chosen = [(n, name) for n in given.ranks for name in layouts(n) if not given.layouts or name in given.layouts]
     with ProcessPoolExecutor(given.workers, get_context("forkserver")) as pool:
@@ -426,11 +424,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 "in order": most(traces, given.messages, given.rounds, in_order=True), "swapped": control,
             })  # fmt: skip
     names = ("layout", "ranks", "groups", "kernels", "counted", "replayed", "in order", "swapped")
-    report(
-        "launch_order", f"CTAs of a collective that are safe on {PLACES} places, messages with {given.messages}", names,
-        [tuple(one[name] for name in names) for one in found], [],
-    )  # fmt: skip
-    write_json(given.json, "launch_order", "cpu", {"ranks": given.ranks}, {"layouts": found})
+    title = f"CTAs of a collective that are safe on {PLACES} places, messages with {given.messages}"
+    report(title, names, [tuple(one[name] for name in names) for one in found])
     return {"layouts": found}
 
 

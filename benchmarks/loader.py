@@ -4,18 +4,13 @@ The data are made once, under outputs/: smooth random fields with grain, which a
 photograph (see the printed size of a file). The model's depth is chosen so that decoding a step's images, one after
 another, takes about two thirds of the model's own step: in the loop itself it would add that much.
 
-Table 1, a training loop, one thread for the model, per step:
+A training loop, one thread for the model, per step:
 
-  in the loop      num_workers=0: decoded when asked for
-  thread           num_workers=0 and the background thread: decoders let go of Python's lock, some of the time
-  1 worker, ...    processes; + thread: with something to finish (agreement on skipped samples)
+  in the loop      no workers: decoded when asked for
+  1 worker, ...    processes
   ray, 1 actor     the same by a Ray actor, as on a CPU node
 
 wait is the time in next(loader), share that of the whole step. Goal: below 2% with one worker, on two free cores.
-
-Table 2 is figure 21 of DistTrain (section 7.3.2): loading per iteration by number and resolution of images, DP size 1,
-with and without asynchronous loading. Training on a GPU, which leaves the processor alone, is a pause there, 1.5 times
-as long as decoding. The paper's figure shows seconds against milliseconds, without printed numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +19,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,31 +28,28 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks.common import arguments, report, write_json
+from benchmarks.common import Options, option, program, report
 from hetero_strategy.data.build_index import DatasetIndex, atomic_folder, build_index
 from hetero_strategy.data.media import ImageProcessor
 from hetero_strategy.data.tokenizer import ChatTokenizer
-from hetero_strategy.loading.agree import Agree
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.loader import StepLoader
+from hetero_strategy.loading.options import Workers
 from hetero_strategy.loading.steps import RankView, StepDataset
-from hetero_strategy.model import MultimodalModel
+from hetero_strategy.model import CausalLM, Encoder, MultimodalModel
 from hetero_strategy.zoo import siglip2_encoder, titan_llama
 from recipes.digits import write_digits
-from tests.small_models import kinds_of
 
 GOAL = 0.02
 IMAGES = {1024: 1000, 512: 250}
 """Pixels on a side -> files."""
 PATCH, MERGE, WIDTH = 64, 2, 128
 FOLDER = Path("outputs/benchmarks/photographs")
-SETTINGS: dict[str, dict[str, Any]] = {
-    "in the loop": {"num_workers": 0},
-    "thread": {"num_workers": 0, "finish": (Agree(),)},
-    "1 worker": {"num_workers": 1},
-    "1 worker + thread": {"num_workers": 1, "finish": (Agree(),)},
-    "2 workers": {"num_workers": 2},
-    "ray, 1 actor": {"num_workers": 1, "engine": "ray"},
+SETTINGS: dict[str, Workers] = {
+    "in the loop": Workers(),
+    "1 worker": Workers(1),
+    "2 workers": Workers(2),
+    "ray, 1 actor": Workers(1, engine="ray"),
 }
 
 
@@ -73,7 +65,7 @@ def photograph(rng: np.random.Generator, side: int) -> Image.Image:
     return Image.fromarray((pixels + 128).clip(0, 255).astype(np.uint8))
 
 
-def photographs(folder: Path, sides: Collection[int] = tuple(IMAGES)) -> None:
+def photographs(folder: Path, sides: Collection[int]) -> None:
     """Files and a manifest per resolution, written once."""
     for side in sides:
         count = IMAGES[side]
@@ -105,7 +97,8 @@ def processor() -> ImageProcessor:
 def steps_of(index: DatasetIndex, images: int) -> StepDataset:
     """Steps of so many images."""
     modules = ("vision", "llm")
-    options: dict[str, Any] = {"kinds": kinds_of(modules), "global_batch_size": images, "seed": 1}
+    kinds = {"vision": Encoder.kind, "llm": CausalLM.kind}
+    options: dict[str, Any] = {"kinds": kinds, "global_batch_size": images, "seed": 1}
     return StepDataset(index, {"vision": processor()}, (modules,), RankView.whole(modules), **options)
 
 
@@ -178,31 +171,18 @@ def loop(loader: StepLoader, train: Callable[[Batch], None], steps: int, warm: i
     }
 
 
-def figure21(folder: Path, cases: list[tuple[int, int]], steps: int) -> list[dict[str, Any]]:
-    """Loading per iteration with and without workers."""
-    found = []
-    for images, side in cases:
-        index = data(folder, side)
-        alone = decoding(steps_of(index, images), 4)
-        loader = StepLoader(steps_of(index, images), num_workers=1, finish=(Agree(),))
-        measured = loop(loader, lambda _, pause=1.5 * alone: time.sleep(pause), steps, 5)  # type: ignore[misc]
-        found.append({"images": images, "side": side, "without": alone, "with": measured["wait"]})
-    return found
-
-
-def main(argv: Sequence[str] | None = None) -> None:
+@program(
+    option("--steps", type=int, default=40, help="measured steps of every loop"),
+    option("--images", type=int, default=12, help="images of a step"),
+    option("--folder", type=Path, default=FOLDER, help="where the data are kept"),
+    option("--only", nargs="*", choices=list(SETTINGS), default=list(SETTINGS), help="rows of the table"),
+)
+def main(args: Options) -> Any:
     """Measure and print."""
-    parser = arguments(__doc__)
-    parser.add_argument("--steps", type=int, default=40, help="measured steps of every loop")
-    parser.add_argument("--images", type=int, default=12, help="images of a step in table 1")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the data are kept")
-    parser.add_argument("--only", nargs="*", choices=list(SETTINGS), default=list(SETTINGS), help="rows of table 1")
-    args = parser.parse_args(argv)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    torch.set_num_threads(1)
-    photographs(args.folder)
+    photographs(args.folder, [1024])
     index = data(args.folder, 1024)
-    size = statistics.mean(index.path("vision", n).stat().st_size for n in range(100))
+    size = statistics.mean(index.path("vision", n).stat().st_size for n in range(min(100, len(index.names))))
     made = steps_of(index, args.images)
     decode = decoding(made, 5)
     batch = made[0, 0]
@@ -211,14 +191,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     alone = seconds(partial(train, batch), 5)
     rows, results = [], {}
     for name in args.only:
-        loader = StepLoader(steps_of(index, args.images), **SETTINGS[name])
+        loader = StepLoader(steps_of(index, args.images), workers=SETTINGS[name])
         results[name] = found = loop(loader, train, args.steps, 5)
         rows.append(
             (name, *(found[k] * 1e3 for k in ("made", "wait", "worst", "step")), f"{found['share']:.1%}",
              f"{found['total']:.1%}")
         )  # fmt: skip
     report(
-        "loader",
         f"{args.images} images of 1024x1024 a step, {layers} layers: decoding alone {decode * 1e3:.0f} ms, the model's"
         f" step alone {alone * 1e3:.0f} ms",
         ["loader", "made in ms", "wait ms", "worst ms", "step ms", "wait / step", "sum of waits / sum of steps"],
@@ -228,20 +207,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"goal: wait / step below {GOAL:.0%} with 1 worker; medians over {args.steps} steps after 5",
         ],
     )
-    cases = figure21(args.folder, [(4, 512), (4, 1024), (8, 512), (8, 1024), (16, 512), (16, 1024)], 10)
-    report(
-        "loader",
-        "DistTrain, figure 21: loading per iteration, ms",
-        ["images, pixels on a side", "without", "with", "without / with"],
-        [
-            (f"{c['images']}, {c['side']}", c["without"] * 1e3, c["with"] * 1e3, f"{c['without'] / c['with']:.0f}")
-            for c in cases
-        ],
-        ["without: read, decoded and cut in the loop; with: waited for in next(), 1 worker and the thread"],
-    )
-    settings = {"images": args.images, "steps": args.steps, "layers": layers, "file_bytes": size, "goal": GOAL}
-    alone_results = {"decode": decode, "step": alone}
-    write_json(args.json, "loader", "cpu", settings, {"alone": alone_results, "loops": results, "figure21": cases})
+    alone = {"layers": layers, "file_bytes": size, "decode": decode, "step": alone}
+    return {"alone": alone, "loops": results}
 
 
 if __name__ == "__main__":

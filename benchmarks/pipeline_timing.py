@@ -5,8 +5,8 @@ is simulated; measured is from the first rank's first action to the last rank's 
 simulator is given as the seconds of an action (all from the same run):
 
   repeat    mean over the other steps of the same batch, the step itself left out: is the simulator right?
-  fitted    a + b * planned FLOPs per stage and kind, fitted to the steps of the other batch: are predictions of steps
-            that never ran right? (hetero_strategy/simulator/profile.py)
+  fitted    a line in rows and squared lengths per stage and kind, fitted to the steps of the other batch: are
+            predictions of steps that never ran right? (hetero_strategy/simulator/recorded_steps.py)
   own       what the very step measured: what is left is what the simulator does not model (gaps between actions,
             the speed of transfers); no prediction
 
@@ -29,18 +29,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import arguments, machine, report, write_json
-from benchmarks.pipelines import Gathered, Planned, Setting, Turn, gather, planned, run_turns
+from benchmarks.common import Options, machine, option, program, report
+from benchmarks.pipelines import Gathered, Turn, gather, run_turns
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.monitor.prediction import Ran, durations, samples, starts, transfers
 from hetero_strategy.monitor.timeline import Timeline, from_measured, from_simulation, write_trace
 from hetero_strategy.schedule.action import Action
-from hetero_strategy.simulator.links import Links
-from hetero_strategy.simulator.profile import Profile
+from hetero_strategy.simulator.cluster import Links
+from hetero_strategy.simulator.recorded_steps import Ran, durations, fitted_lines, points, starts, terms, transfers
 from hetero_strategy.simulator.result import Simulation
-from hetero_strategy.simulator.rows import rows_between
-from hetero_strategy.simulator.simulate import simulate
-from tests.distributed.harness import Pool
+from hetero_strategy.simulator.simulate import rows_between, simulate
+from hetero_strategy.testing import Planned, Setting, planned
 
 GOAL = 0.1
 """How far the median of measured / simulated may be from 1."""
@@ -73,7 +71,7 @@ SETTINGS = (
 
 def ran(known: Planned, step: Gathered) -> Ran:
     """A measured step with what was known of it before; of the schedule alone."""
-    return Ran(known.plan, known.schedule, known.costs, step.events, dict.fromkeys(step.events, step.span))
+    return Ran(known.plan, known.schedule, step.events, dict.fromkeys(step.events, step.span))
 
 
 def latencies(step: Ran) -> list[float]:
@@ -82,16 +80,15 @@ def latencies(step: Ran) -> list[float]:
 
 
 def mean(costs: Sequence[Seconds]) -> dict[Action, np.ndarray]:
-    """Of several steps of one batch."""
+    """Average the costs of several steps of one batch."""
     return {action: np.mean([c[action] for c in costs], axis=0) for action in costs[0]}
 
 
 def fitted(known: Planned, steps: Iterable[Ran]) -> dict[Action, np.ndarray]:
     """Costs of a batch from steps of others."""
-    profile = Profile(sample for step in steps for sample in samples(step))
-    shapes = {n: np.zeros(len(stage.grid)) for n, stage in known.schedule.graph.stages.items()}
+    lines, graph = fitted_lines(map(points, steps)), known.schedule.graph
     actions = {a for lane in known.schedule.lanes for a in lane.actions}
-    return {a: shapes[a.node] + profile.costs(known.costs, a) for a in actions}
+    return {a: terms(known.plan, graph, a) @ np.array(lines[a.node.all_instances, a.kind]) for a in actions}
 
 
 def simulated(known: Planned, costs: Seconds, latency: float) -> Simulation:
@@ -143,30 +140,23 @@ def spread(ratios: Sequence[float]) -> str:
     return f"{low:.2f} to {high:.2f}"
 
 
-def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> None:
-    """Run, simulate, print, write.
-
-    Args:
-        argv: the command line.
-        pool: starts the processes.
-    """
-    parser = arguments(__doc__)
-    parser.add_argument("--steps", type=int, default=10, help="measured per batch (default 10)")
-    parser.add_argument("--warmup", type=int, default=2, help="steps per batch before (default 2)")
-    parser.add_argument("--settings", default="", help="only settings whose name contains this")
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="only settings of so many ranks")
-    parser.add_argument("--scale", type=float, default=1.0, help="of widths (default 1)")
-    parser.add_argument(
-        "--timeline", metavar="FOLDER", type=Path, help="picture and trace of every setting's median step"
-    )
-    given = parser.parse_args(argv)
+@program(
+    option("--steps", type=int, default=10, help="measured per batch (default 10)"),
+    option("--warmup", type=int, default=2, help="steps per batch before (default 2)"),
+    option("--settings", default="", help="only settings whose name contains this"),
+    option("--ranks", type=int, nargs="*", default=[2, 4], help="only settings of so many ranks"),
+    option("--scale", type=float, default=1.0, help="of widths (default 1)"),
+    option("--timeline", metavar="FOLDER", type=Path, help="picture and trace of every setting's median step"),
+)
+def main(given: Options) -> Any:
+    """Run, simulate, print, write."""
     results = []
     for setting in SETTINGS:
         if given.settings not in setting.name or setting.world not in given.ranks:
             continue
         one = scaled(setting, given.scale)
         turns = [Turn(one, seed) for seed in SEEDS]
-        ranks = (pool or Pool()).run(one.world, run_turns, turns, given.warmup, given.steps, timeout=600)
+        ranks = given.pool.run(one.world, run_turns, turns, given.warmup, given.steps, timeout=600)
         found = compare(one, gather(ranks))
         simulation, measured = found.pop("pair")
         results.append(found)
@@ -175,7 +165,6 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> None:
     everything = {f: [x for r in results for x in r["ratios"][f]] for f in FIGURES}
     medians = {f: statistics.median(x) for f, x in everything.items()}
     report(
-        "pipeline_timing",
         f"measured / simulated step time: median (10% to 90%) over {len(SEEDS) * given.steps} steps each",
         ("", "ranks", "schedule", "step ms", "action ms", "latency ms", "bubble", *FIGURES, "lost", "load"),
         [
@@ -195,12 +184,11 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> None:
             "lost: part of a step in which its most disturbed rank was at an action but not on a processor (median)",
         ],
     )  # fmt: skip
-    settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(given).items() if name != "json"}
-    write_json(given.json, "pipeline_timing", "cpu", settings, {"settings": results, "medians": medians, "goal": GOAL})
+    return {"settings": results, "medians": medians, "goal": GOAL}
 
 
 def scaled(setting: Setting, scale: float) -> Setting:
-    """The same with other widths (multiples of 64, at least 64)."""
+    """Return the same setting with other widths (multiples of 64, at least 64)."""
     sizes = {
         n: (max(1, round(getattr(setting, n)[0] * scale / 64)) * 64, getattr(setting, n)[1]) for n in setting.layouts
     }
@@ -209,12 +197,12 @@ def scaled(setting: Setting, scale: float) -> Setting:
 
 def write_pair(folder: Path, setting: Setting, *pair: Timeline) -> None:
     """Picture and trace, simulated above measured."""
-    from hetero_strategy.monitor.timeline_draw import draw  # matplotlib is slow to import
+    from hetero_strategy.monitor.draw import draw_timelines  # matplotlib is slow to import
 
     folder.mkdir(parents=True, exist_ok=True)
     name = "".join(c if c.isalnum() else "_" for c in setting.name)
     write_trace(folder / f"{name}.json", *pair)
-    draw(folder / f"{name}.png", *pair, title=f"{setting.name}, {setting.schedule}")
+    draw_timelines(folder / f"{name}.png", *pair, title=f"{setting.name}, {setting.schedule}")
 
 
 if __name__ == "__main__":

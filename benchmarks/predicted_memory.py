@@ -1,4 +1,4 @@
-"""Peak memory of every rank as the planner predicts it, beside that of real steps, over 31 layouts.
+"""Peak memory of every rank as the planner predicts it, beside that of real steps, over 30 layouts.
 
 Every layout runs on gloo processes: the model is made, two steps with AdamW, then one whose tensors are counted as
 operators make and free them (parameters, optimizer states, gathered weights, gradients, activations, rows on their way,
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -24,26 +24,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.common import arguments, report, write_json
-from benchmarks.pipelines import Setting, assembled, planned
+from benchmarks.common import Options, option, program, report
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model.inputs import ModuleInputs
-from hetero_strategy.parallelize.offload import offloads
+from hetero_strategy.model.read_spec import spec_of
+from hetero_strategy.model.spec import ModelSpec
+from hetero_strategy.parallelize.offload import Offload
 from hetero_strategy.parallelize.optimizer import choose_kernels
-from hetero_strategy.parallelize.recompute import recomputes
+from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.parallelize.storage import Storage
-from hetero_strategy.planner.activations import Activations
-from hetero_strategy.planner.cluster import Cluster, Device, NodePool
-from hetero_strategy.planner.evaluate import Candidate, Evaluator, Step
-from hetero_strategy.planner.memory import CPU, Memory, MemoryModel
-from hetero_strategy.planner.shape import ModelShape, shape_of
-from hetero_strategy.planner.times import Precision
-from hetero_strategy.profiling.activations import activations_of
+from hetero_strategy.parallelize.transform import Transform
+from hetero_strategy.profiling.activations import activations_of, ways_of
 from hetero_strategy.profiling.allocations import Allocations
+from hetero_strategy.profiling.memory import CPU, Memory, MemoryModel
+from hetero_strategy.profiling.stage_memory import Activations
 from hetero_strategy.runtime.payload import Moving
-from hetero_strategy.simulator.links import Links
-from hetero_strategy.simulator.simulate import simulate
-from tests.distributed.harness import Pool
+from hetero_strategy.simulator.cost_model import Precision
+from hetero_strategy.testing import Setting, planned
 
 MIXED = Storage(torch.bfloat16, torch.float32)
 Layout = ModuleLayout
@@ -56,17 +53,28 @@ def _setting(name: str, llm: ModuleLayout, vision: ModuleLayout | None = None, *
 
 
 ALONE, ROW = Layout((0,)), (0, 1, 2, 3)
-AHEAD: dict[str, Any] = {"freeze": ("vision",), "prefetch": {"vision": 1}}
-AWAY: dict[str, Any] = {"recompute": {"llm": "all"}, "offload": {"llm": "all"}}
+AGAIN = {"recompute": "all"}
+AWAY: dict[str, Any] = {"transforms": {"llm": {"recompute": "all", "offload": "all"}}}
 SETTINGS = (
     _setting("text, 1 rank", ALONE),
     _setting("text, 1 rank, bf16", ALONE, storage=MIXED),
     _setting("colocated, 1 rank", ALONE, ALONE),
-    _setting("colocated, 1 rank, recompute all", ALONE, ALONE, recompute={"llm": "all", "vision": "all"}),
-    _setting("recompute every 2", ALONE, ALONE, recompute={"llm": "every 2"}),
-    _setting("recompute all but matmuls, bf16", ALONE, ALONE, recompute={"llm": "all but matmuls"}, storage=MIXED),
-    _setting("offload all", ALONE, ALONE, offload={"llm": "all", "vision": "all"}),
-    _setting("offload every 2, bf16", ALONE, ALONE, offload={"llm": "every 2"}, storage=MIXED),
+    _setting(
+        "colocated, 1 rank, recompute all",
+        ALONE,
+        ALONE,
+        transforms={"llm": AGAIN, "vision": AGAIN},
+    ),
+    _setting("recompute every 2", ALONE, ALONE, transforms={"llm": {"recompute": "every 2"}}),
+    _setting(
+        "recompute all but matmuls, bf16",
+        ALONE,
+        ALONE,
+        transforms={"llm": {"recompute": "all but matmuls"}},
+        storage=MIXED,
+    ),
+    _setting("offload all", ALONE, ALONE, transforms={"llm": {"offload": "all"}, "vision": {"offload": "all"}}),
+    _setting("offload every 2, bf16", ALONE, ALONE, transforms={"llm": {"offload": "every 2"}}, storage=MIXED),
     _setting("recompute and offload all, gpipe", Layout((0, 1), pp=2), ALONE, schedule="gpipe", **AWAY),
     _setting("colocated, dp_shard 2", Layout((0, 1)), Layout((0, 1))),
     _setting("colocated, dp_shard 2, bf16", Layout((0, 1)), Layout((0, 1)), storage=MIXED),
@@ -84,13 +92,16 @@ SETTINGS = (
     _setting("llm cp 2", Layout((0, 1), cp=2), Layout((0, 1))),
     _setting("llm cp 2 x tp 2, bf16", Layout(ROW, cp=2, tp=2), Layout(ROW), storage=MIXED),
     _setting(
-        "llm pp 2 x cp 2, recompute all, bf16", Layout(ROW, pp=2, cp=2), ALONE, storage=MIXED, recompute={"llm": "all"}
+        "llm pp 2 x cp 2, recompute all, bf16",
+        Layout(ROW, pp=2, cp=2),
+        ALONE,
+        storage=MIXED,
+        transforms={"llm": {"recompute": "all"}},
     ),
     _setting("encoder in the bubbles of pp 4, bf16", Layout(ROW, pp=4), Layout(ROW), fill="fine", storage=MIXED),
     _setting("decoupled from pp 4, bf16", Layout(ROW, pp=4), Layout(ROW), fill="decoupled", storage=MIXED),
-    _setting("frozen, ahead in the bubbles of pp 4, bf16", Layout(ROW, pp=4), Layout(ROW), storage=MIXED, **AHEAD),
     _setting("disjoint, frozen encoder pp 2", Layout((2,)), Layout((0, 1), pp=2), freeze=("vision",)),
-    _setting("whole, dp_shard 2", Layout((0, 1)), Layout((0, 1)), recompute={"llm": "whole"}),
+    _setting("whole, dp_shard 2", Layout((0, 1)), Layout((0, 1)), transforms={"llm": {"recompute": "whole"}}),
     _setting("disjoint, encoder pp 2, llm pp 2, zb_h1", Layout((2, 3), pp=2), Layout((0, 1), pp=2), schedule="zb_h1"),
 )
 
@@ -117,15 +128,13 @@ def steps_on_rank(rank: int, world: int, setting: Setting, copies: bool = False)
     """The most of a step after two others, which make what is made once; inputs are copied, or are there."""
     batch = setting.batch(0, rank)
     with Allocations() as counted:
-        made = assembled(setting, rank)
+        made = setting.assembled(rank)
         if copies:
             made.executor.copies = Cloned()
         parameters = [owned.parameter for owned in made.owned.values() if owned.parameter.requires_grad]
         optimizer = torch.optim.AdamW(parameters or [torch.zeros(0)])  # a rank with frozen modules alone has none
         choose_kernels([optimizer], made.owned, lambda any_: any_)
         gc.collect()  # as a run does before its first step: modules that values came from refer to each other
-        if setting.prefetch:
-            made.executor.run(setting.batch(0, rank, first=True), train=True)
         for _ in range(3):
             optimizer.zero_grad(set_to_none=True)
             owned, counted.most = counted.now, counted.now
@@ -139,52 +148,40 @@ def steps_on_rank(rank: int, world: int, setting: Setting, copies: bool = False)
 def known(
     llm: tuple[int, int], vision: tuple[int, int], names: tuple[str, ...], freeze: tuple[str, ...], storage: Storage
 ) -> Any:
-    """What is known of a model: its shape, and its activations."""
+    """Return the shape and the activations of a model."""
     model = Setting("", dict.fromkeys(names, ALONE), llm=llm, vision=vision, freeze=freeze).model()
-    return shape_of(model), activations_of(model, storage.compute, buckets=True)
+    given: list[dict[str, Transform]] = [{"offload": Offload()}, {"recompute": Recompute(keeps_matmuls=True)}]
+    ways = {
+        name: {label: way for of in ({}, *given) for label, way in ways_of(len(module.blocks()), of).items()}
+        for name, module in model.modules_by_name.items()
+    }
+    return spec_of(model), activations_of(model, storage.compute, buckets=True, ways=ways)
 
 
 def predicted(setting: Setting, copies: bool = False) -> Memory:
-    """Of the very step that :func:`steps_on_rank` runs."""
-    shape: ModelShape
+    """Predict the memory of the step that :func:`steps_on_rank` runs."""
+    shape: ModelSpec
     activations: Mapping[str, Activations]
     shape, activations = known(setting.llm, setting.vision, tuple(setting.layouts), setting.freeze, setting.storage)
     precision = Precision(setting.storage.compute.itemsize, setting.storage.master.itemsize)
-    links = Links(1e-5, 1e9)
-    cluster = Cluster((NodePool(Device("core", 1e10, 1e9, 1e10, 1.0, 1.0), 1, setting.world, links),), links)
-    evaluator = Evaluator(shape, cluster, [setting.metadata(0)], precision=precision)
-    layouts = setting.blueprint.layouts
-    again, reshard = recomputes(setting.recompute), setting.reshard_after_forward
-    away = offloads(setting.offload)
-    placed = evaluator.place(
-        Candidate(
-            layouts,
-            setting.microbatches,
-            setting.schedule,
-            again,
-            reshard,
-            setting.fill,
-            prefetch=setting.prefetch,
-            offload=away,
-        )
-    )
-    plan, _, costs, schedule = planned(setting, 0)
-    step = Step(placed, plan, schedule, simulate(schedule, costs.of_instances), 0.0)
-    return MemoryModel(shape, activations, precision, replace(CPU, copies=copies)).of(step)
+    plan, _, _, schedule = planned(setting, 0)
+    placement, of = setting.blueprint.placement, setting.blueprint.options.transforms
+    predictor = MemoryModel(shape, activations, precision, replace(CPU, copies=copies))
+    return predictor.of(plan, schedule, placement, of)
 
 
-def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[str, Any]:
+@program(
+    option("--only", default="", help="layouts whose name contains this"),
+    option("--copies", action="store_true", help="inputs are copied one microbatch ahead"),
+)
+def main(chosen: Options) -> Any:
     """Print the table; returns predicted and measured bytes of every rank by layout."""
-    parser = arguments(__doc__)
-    parser.add_argument("--only", default="", help="layouts whose name contains this")
-    parser.add_argument("--copies", action="store_true", help="inputs are copied one microbatch ahead")
-    chosen = parser.parse_args(argv)
-    begin, pool = time.perf_counter(), pool or Pool()
+    begin = time.perf_counter()
     rows, figures, ratios, of_step = [], {}, [], []
     for setting in (one for one in SETTINGS if chosen.only in one.name):
         memory = predicted(setting, chosen.copies)
         measured = np.array(
-            pool.run(setting.world, steps_on_rank, setting, chosen.copies, timeout=300), dtype=np.float64
+            chosen.pool.run(setting.world, steps_on_rank, setting, chosen.copies, timeout=300), dtype=np.float64
         )
         ratio = memory.peak / measured[:, 0]
         steps = (memory.peak - memory.bytes[:2].sum(axis=0)) / (measured[:, 0] - measured[:, 1])
@@ -200,8 +197,7 @@ def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[st
     notes = [f"median and worst of {len(every)} ranks: off by {off[0]}; of the step alone by {off[1]}"]
     notes.append(f"{time.perf_counter() - begin:.0f} s")
     columns = ("layout", "rank", "predicted", "measured", "ratio", "of the step", "least ratio", "largest")
-    report("predicted_memory", "MB at the peak of a step, predicted beside measured", columns, rows, notes)
-    write_json(chosen.json, "predicted_memory", "cpu", {}, figures)
+    report("MB at the peak of a step, predicted beside measured", columns, rows, notes)
     return figures
 
 

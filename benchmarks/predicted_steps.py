@@ -11,8 +11,7 @@ processes of one thread each. The prediction knows the layouts, the step's plan 
                        the processor seconds of its actions, the least of all steps: what others take is in neither
 
 Where there are more processes than cores, a step takes at least the work of all of them over the cores
-(``NodePool.cores_per_node``). Choices: what the planner chooses of all candidates for 2 ranks, beside the fastest
-layout that was measured and the fastest of those with one layout for both modules.
+(``Cluster.cores_per_node``).
 """
 
 from __future__ import annotations
@@ -28,23 +27,21 @@ import torch
 import torch.distributed as dist
 from scipy.stats import spearmanr
 
-from benchmarks.common import arguments, report, write_json
-from benchmarks.pipelines import Setting, assembled, planned
+from benchmarks.common import Options, option, program, report
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.model.read_spec import spec_of
 from hetero_strategy.parallelize.optimizer import choose_kernels
 from hetero_strategy.plan.config import BalanceConfig
-from hetero_strategy.planner.cluster import NO_SHARDING, Cluster, NodePool
-from hetero_strategy.planner.evaluate import Candidate, Evaluator
-from hetero_strategy.planner.hardware import DEVICES
-from hetero_strategy.planner.search import Planner
-from hetero_strategy.planner.shape import shape_of
-from hetero_strategy.planner.times import Precision
+from hetero_strategy.planner.candidate import Candidate
+from hetero_strategy.planner.evaluate import Evaluator
 from hetero_strategy.profiling.blocks import SECONDS, Profiled, profile
 from hetero_strategy.profiling.device import Communication, communication, with_optimizer
 from hetero_strategy.schedule.action import Action
-from hetero_strategy.simulator.links import Links
+from hetero_strategy.simulator.cluster import NO_SHARDING, Cluster, Links
+from hetero_strategy.simulator.cost_model import CostModel, Precision
+from hetero_strategy.simulator.hardware import DEVICES
 from hetero_strategy.simulator.simulate import simulate
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Setting, planned
 
 Layout = ModuleLayout
 FP32 = Precision(4, 4)
@@ -106,7 +103,7 @@ class Timed(NamedTuple):
 
 def steps_on_rank(rank: int, world: int, setting: Setting, seconds: float) -> list[Timed]:
     """Steps with AdamW for about so long, without the first two, which make what is made once."""
-    made = assembled(setting, rank)
+    made = setting.assembled(rank)
     made.executor.recorder.now = time.thread_time  # type: ignore[method-assign]
     batch = made.executor.ready(setting.batch(0, rank), train=True)
     parameters = [owned.parameter for owned in made.owned.values() if owned.parameter.requires_grad]
@@ -136,7 +133,7 @@ def _machine() -> float:
 
 
 class Measured(NamedTuple):
-    """Of the least disturbed steps."""
+    """Figures of the least disturbed steps."""
 
     seconds: float
     lost: float
@@ -172,21 +169,22 @@ def profiled(setting: Setting, seconds: float) -> Profiled:
 
 
 def together_on_rank(rank: int, world: int) -> Communication:
-    """Of gloo here."""
+    """Measure gloo's links on this machine."""
     return communication(torch.device("cpu"))
 
 
 def evaluator(setting: Setting, found: Profiled, together: Communication) -> Evaluator:
-    """What predicts steps of a setting's model."""
+    """Return the evaluator that predicts steps of a setting's model."""
     return Evaluator(
-        shape_of(setting.model()), _cluster(setting.world, together), [setting.metadata(0)],
-        balance=BalanceConfig(reorder="none"), precision=FP32, measured=found.modules,
-    )  # fmt: skip
+        CostModel(spec_of(setting.model()), _cluster(setting.world, together), precision=FP32, measured=found.modules),
+        [setting.metadata(0)],
+        balance=BalanceConfig(reorder="none"),
+    )
 
 
 def _cluster(ranks: int, together: Communication) -> Cluster:
     device = with_optimizer(DEVICES["cpu"], torch.device("cpu"))
-    return together.on(Cluster((NodePool(device, 1, ranks, together.links, os.cpu_count()),), together.links))
+    return together.on(Cluster(device, 1, ranks, together.links, together.links, os.cpu_count()))
 
 
 def predicted(setting: Setting, known: Evaluator) -> float:
@@ -195,59 +193,33 @@ def predicted(setting: Setting, known: Evaluator) -> float:
     return known.step(known.place(candidate)).seconds
 
 
-def choice(pool: Pool, sizes: Mapping[str, Any], found: Profiled, together: Communication, seconds: float) -> Setting:
-    """The planner's for two ranks."""
-    some = Setting("", {"vision": _on(0), "llm": _on(1)}, **sizes)
-    planner = Planner(
-        shape_of(some.model()), _cluster(2, together), [some.metadata(0)], microbatches=some.microbatches,
-        balance=BalanceConfig(reorder="none"), precision=FP32, measured=found.modules,
-    )  # fmt: skip
-    best = planner.plan().best.candidate
-    schedule = planner.evaluator.place(best).scheduling.schedule
-    options: Any = {"fill": best.fill, "reshard_after_forward": best.reshard_after_forward}
-    again = {name: str(how) for name, how in best.recompute.items()}
-    return Setting(
-        "the planner's choice", best.layouts, schedule, balance={"reorder": "none"}, recompute=again, **options, **sizes
-    )
-
-
-def main(argv: Sequence[str] | None = None, pool: Pool | None = None) -> dict[str, Any]:
+@program(
+    option("--only", default="", help="layouts whose name contains this"),
+    option("--seconds", type=float, default=6.0, help="of steps of each layout (default 6)"),
+    option("--profile", type=float, default=SECONDS, help=f"of each kind of block (default {SECONDS:g})"),
+)
+def main(chosen: Options) -> Any:
     """Print the table; returns the figures by layout, and what follows from all of them."""
-    parser = arguments(__doc__)
-    parser.add_argument("--only", default="", help="layouts whose name contains this")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of steps of each layout (default 6)")
-    parser.add_argument("--profile", type=float, default=SECONDS, help=f"of each kind of block (default {SECONDS:g})")
-    chosen = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    pool = pool or Pool()
     settings = [one for one in SETTINGS if chosen.only in one.name]
     profiles = {one.llm: profiled(one, chosen.profile) for one in {s.llm: s for s in settings}.values()}
-    together = {world: pool.run(world, together_on_rank)[0] for world in sorted({s.world for s in settings})}
+    together = {world: chosen.pool.run(world, together_on_rank)[0] for world in sorted({s.world for s in settings})}
     rows, figures = [], {}
     for setting in settings:
         both = together[setting.world], Communication(Links(), {}, {}, together[setting.world].working or NO_SHARDING)
         known = [evaluator(setting, profiles[setting.llm], one) for one in both]
         seconds, alone = (predicted(setting, one) for one in known)
-        steps = pool.run(setting.world, steps_on_rank, setting, chosen.seconds, timeout=300)
+        steps = chosen.pool.run(setting.world, steps_on_rank, setting, chosen.seconds, timeout=300)
         ran, own = measured(steps), replayed(setting, steps)
         figures[setting.name] = {
             "predicted": seconds, "measured": ran.seconds, "lost": ran.lost, "predicted_alone": alone, "alone": own,
         }  # fmt: skip
         milliseconds = (f"{1e3 * x:.1f}" for x in (seconds, ran.seconds))
-        rows.append(
-            [
-                setting.name,
-                setting.world,
-                *milliseconds,
-                *(f"{x:.2f}" for x in (seconds / ran.seconds, ran.lost, alone / own)),
-            ]
-        )
+        ratios = (f"{x:.2f}" for x in (seconds / ran.seconds, ran.lost, alone / own))
+        rows.append([setting.name, setting.world, *milliseconds, *ratios])
     found = summary(figures)
     notes = [f"{name}: {value:.3f}" for name, value in found.items()]
-    notes += [_chosen(pool, one, figures, profiles, together, chosen.seconds) for one in _models(settings)]
     columns = ("layout", "ranks", "predicted", "measured", "ratio", "lost", "alone")
-    report("predicted_steps", "milliseconds of a step, predicted beside measured", columns, rows, notes)
-    write_json(chosen.json, "predicted_steps", "cpu", vars(chosen) | {"json": None}, {"layouts": figures, **found})
+    report("milliseconds of a step, predicted beside measured", columns, rows, notes)
     return {"layouts": figures, **found}
 
 
@@ -265,35 +237,6 @@ def summary(figures: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         "alone: worst error": float(off_alone.max()),
         "lost to other programs": float(np.median(lost)),
     }
-
-
-def _models(settings: Sequence[Setting]) -> list[Setting]:
-    """The first layout of two ranks of every model."""
-    return list({s.llm: s for s in reversed(settings) if s.world == 2}.values())
-
-
-def _chosen(
-    pool: Pool,
-    like: Setting,
-    figures: Mapping[str, Mapping[str, float]],
-    profiles: Mapping[Any, Profiled],
-    together: Mapping[int, Communication],
-    seconds: float,
-) -> str:
-    """The planner's choice for two ranks beside the best that were measured."""
-    setting = choice(pool, LARGER if like.llm == LARGER["llm"] else DIGITS, profiles[like.llm], together[2], seconds)
-    ran = measured(pool.run(2, steps_on_rank, setting, seconds, timeout=300)).seconds
-    two = [s for s in SETTINGS if s.llm == like.llm and s.world == 2 and s.name in figures]
-    others = {s.name: figures[s.name]["measured"] for s in two}
-    best = min(others, key=others.__getitem__)
-    one = [s.name for s in two if s.layouts["vision"] == s.layouts["llm"]]
-    alike = min(one, key=others.__getitem__, default=best)
-    where = "; ".join(f"{name} on {ranks}, {degrees}" for name, ranks, degrees in setting.placement.table())
-    how = f"{setting.schedule}, fill {setting.fill}, reshard {setting.reshard_after_forward}"
-    return (
-        f"choice: {where}; {how}: {1e3 * ran:.1f} ms; best measured: {best} {1e3 * others[best]:.1f}; one"
-        f" layout: {alike} {1e3 * others[alike]:.1f}"
-    )
 
 
 if __name__ == "__main__":

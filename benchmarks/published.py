@@ -3,7 +3,7 @@
 The sizes, layouts and batches of published runs go in; seconds of a step come out of the same evaluation that the
 planner ranks candidates with: models are counted on the meta device, a real step plan and schedule are simulated over
 all ranks, at full size. Fitted is the share of matmuls, once per architecture (the rows marked *, see
-``hetero_strategy.planner.hardware``), and what narrow matmuls lose, on two rows of H100 that say so; all other rows
+``hetero_strategy.simulator.hardware``), and what narrow matmuls lose, on two rows of H100 that say so; all other rows
 come as they are. FLOPs and throughput are counted as each source
 does. A ratio above 1 means that we predict a faster run.
 
@@ -24,10 +24,10 @@ What sources do not print, and what is taken for all of their rows alike:
                   "Megatron-LM" cuts the LLM is not printed: ViT on the first stage's ranks and fewer LLM layers there,
                   in 1F1B; "balanced": six ViT layers and twelve of one LLM layer on each pipeline rank, where theirs
                   has 12 virtual stages that hold layers of both and cannot be as even. Optimus
-                  itself and its other tables: ``benchmarks.filling``, ``benchmarks.optimus_tables``.
+                  itself: ``benchmarks.filling``.
 
-  disttrain, orchmllm   what both print over their baselines: see ``benchmarks.published_multimodal``. NVIDIA's
-                  heterogeneous parallelism: ``benchmarks.heterogeneous_gain``.
+  disttrain, orchmllm, cornstarch   what they print over their baselines: see ``benchmarks.published_multimodal``.
+                  NVIDIA's heterogeneous parallelism: ``benchmarks.heterogeneous_gain``.
 """
 
 from __future__ import annotations
@@ -40,19 +40,21 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import arguments, report, write_json
-from benchmarks.published_multimodal import disttrain, orchmllm
+from benchmarks.common import Options, option, program, report
+from benchmarks.published_multimodal import cornstarch, disttrain, orchmllm
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.layout.split_layers import split
 from hetero_strategy.model import MultimodalModel
+from hetero_strategy.model.read_spec import spec_of
+from hetero_strategy.model.spec import ModelSpec
 from hetero_strategy.model.without_values import models_without_values
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata
-from hetero_strategy.planner.cluster import Cluster
-from hetero_strategy.planner.evaluate import Candidate, Evaluator
-from hetero_strategy.planner.hardware import cluster
-from hetero_strategy.planner.partition import split
-from hetero_strategy.planner.shape import ModelShape, shape_of
-from hetero_strategy.planner.times import SEPARATE, Overlap
+from hetero_strategy.planner.candidate import Candidate
+from hetero_strategy.planner.evaluate import Evaluator
+from hetero_strategy.simulator.cluster import Cluster
+from hetero_strategy.simulator.cost_model import SEPARATE, CostModel, Overlap
+from hetero_strategy.simulator.hardware import cluster
 from hetero_strategy.zoo import siglip2_encoder, titan_llama
 
 HEAD = 128
@@ -125,7 +127,7 @@ def equal(samples: int, length: int, image_rows: int = 0, encoders: Sequence[str
 
 
 def seconds(
-    shape: ModelShape,
+    shape: ModelSpec,
     on: Cluster,
     batch: StepMetadata,
     layouts: Mapping[str, ModuleLayout],
@@ -135,10 +137,10 @@ def seconds(
     overlap: Overlap = SEPARATE,
     reshard: str = "auto",
 ) -> float:
-    """Of a step."""
-    again = dict.fromkeys(layouts, recompute) if recompute else {}
-    evaluator = Evaluator(shape, on, [batch], overlap=overlap)
-    return evaluator.seconds(Candidate(layouts, microbatches, recompute=again, reshard_after_forward=reshard))
+    """Simulate a step."""
+    again = dict.fromkeys(layouts, (recompute,)) if recompute else {}
+    evaluator = Evaluator(CostModel(shape, on, overlap=overlap), [batch])
+    return evaluator.seconds(Candidate(layouts, microbatches, transforms=again, reshard_after_forward=reshard))
 
 
 def pipelined(layers: int, ranks: int, tp: int, pp: int, vpp: int) -> ModuleLayout:
@@ -181,7 +183,7 @@ def megatron_h100(rows: Sequence[MegatronRow] = H100) -> list[Result]:
     for row in rows:
         dp, vpp = row.gpus // (row.tp * row.pp), 1 if row.pp == 1 else row.layers // row.pp
         step = seconds(
-            shape_of(gpt(row.layers, row.width, 131072)),
+            spec_of(gpt(row.layers, row.width, 131072)),
             cluster("h100", row.gpus // 8),
             equal(row.samples, 4096),
             {"llm": pipelined(row.layers, row.gpus, row.tp, row.pp, vpp)},
@@ -209,7 +211,7 @@ def megatron_a100(rows: Sequence[MegatronRow] = A100) -> list[Result]:
     results = []
     for row in rows:
         step = seconds(
-            shape_of(gpt(row.layers, row.width, 51200)),
+            spec_of(gpt(row.layers, row.width, 51200)),
             cluster("a100", row.gpus // 8),
             equal(row.samples, 2048),
             {"llm": pipelined(row.layers, row.gpus, row.tp, row.pp, A100_VPP.get(row.name, 1))},
@@ -264,7 +266,7 @@ def torchtitan(rows: Sequence[TitanRow] = TITAN) -> list[Result]:
     for row in rows:
         dp = row.gpus // row.tp
         step = seconds(
-            shape_of(llama(row.model)),
+            spec_of(llama(row.model)),
             cluster("h100", row.gpus // 8, memory=96e9, memory_bandwidth=2.4e12),
             equal(dp * row.samples, 8192),
             {"llm": ModuleLayout(row.gpus, dp_shard=dp, tp=row.tp)},
@@ -295,7 +297,7 @@ VIT_22B = {"vision": (48, 6144)}
 """Layers and width."""
 
 
-def cut_around(shape: ModelShape, length: int, stages: int) -> tuple[int, ...]:
+def cut_around(shape: ModelSpec, length: int, stages: int) -> tuple[int, ...]:
     """LLM layers of each stage where all encoders are on the first one, by FLOPs."""
     flops = {name: module.per_row + module.per_pair * length for name, module in shape.modules.items()}
     llm = flops.pop("llm")
@@ -312,7 +314,7 @@ OPTIMUS_WHY = {
 
 def optimus(gpus: Sequence[int] = tuple(STRONG), *, fsdp: bool = True) -> list[Result]:
     """Table 5 (ViT-22B and GPT-175B, 1536 samples of 2048 tokens, microbatches of 2) and table 4's FSDP."""
-    shape, results = shape_of(vit_llm(VIT_22B, (96, 12288))), []
+    shape, results = spec_of(vit_llm(VIT_22B, (96, 12288))), []
     again = Recompute()
     for count in gpus:
         dp = count // 64
@@ -328,7 +330,7 @@ def optimus(gpus: Sequence[int] = tuple(STRONG), *, fsdp: bool = True) -> list[R
             step = seconds(shape, on, batch, layouts, 1536 // dp // 2, recompute=again, reshard="never")
             results.append(Result(f"{name}, {count} GPUs", "s", printed, step, OPTIMUS_WHY[name]))
     if fsdp:
-        small = shape_of(vit_llm({"vision": (48, 2304)}, (80, 3072)))
+        small = spec_of(vit_llm({"vision": (48, 2304)}, (80, 3072)))
         layouts = {"vision": ModuleLayout(8, dp_shard=8), "llm": ModuleLayout(8, dp_shard=8)}
         step = seconds(small, cluster("a100", 1), equal(16, 2048, 2048), layouts, 1, recompute=again)
         results.append(Result("FSDP, 8 A100", "s", 3.20, step, "sizes of its images and recompute are not printed"))
@@ -342,6 +344,7 @@ TABLES: Mapping[str, Callable[[], list[Result]]] = {
     "optimus": optimus,
     "disttrain": lambda: [Result(*row) for row in disttrain()],
     "orchmllm": lambda: [Result(*row) for row in orchmllm()],
+    "cornstarch": lambda: [Result(*row) for row in cornstarch()],
 }
 
 
@@ -351,11 +354,11 @@ def summary(results: Sequence[Result]) -> dict[str, float]:
     return {"median": statistics.median(errors), "worst": max(errors)}
 
 
-def main() -> None:
+@program(
+    option("--tables", nargs="+", choices=list(TABLES), default=list(TABLES), help="only these"),
+)
+def main(args: Options) -> Any:
     """Print the tables."""
-    parser = arguments(__doc__)
-    parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES), help="only these")
-    args = parser.parse_args()
     found: dict[str, Any] = {}
     for name in args.tables:
         began = time.perf_counter()
@@ -363,10 +366,10 @@ def main() -> None:
         rows = [[r.name + "*" * r.calibrated, r.unit, r.printed, r.predicted, r.ratio, r.why] for r in results]
         errors = summary(results)
         note = f"median error {errors['median']:.1%}, worst {errors['worst']:.1%}"
-        report(name, name, ("row", "unit", "printed", "predicted", "ratio", "why"), rows, [note])
+        report(name, ("row", "unit", "printed", "predicted", "ratio", "why"), rows, [note])
         found[name] = {"rows": [asdict(r) | {"ratio": r.ratio} for r in results], **errors}
         found[name]["seconds"] = time.perf_counter() - began
-    write_json(args.json, "published", "cpu", {"tables": args.tables}, found)
+    return found
 
 
 if __name__ == "__main__":

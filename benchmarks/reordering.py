@@ -1,6 +1,6 @@
 """How much time do other orders of microbatches save, and what does it cost to find them?
 
-Microbatches of published workloads (recipes/workloads) go through encoder -> LLM -> generator on a pipeline of p
+Microbatches of published workloads (benchmarks/workloads) go through encoder -> LLM -> generator on a pipeline of p
 ranks; the first and the last module have a rank, or two of 16. The step's schedule (1F1B, or interleaved with two
 virtual stages per rank of the LLM) is made for every order and replayed, transfers free. Every rank has the same work
 in the mean, as a planner would divide it; what remains is that microbatches differ.
@@ -14,9 +14,6 @@ in the mean, as a planner would divide it; what remains is that microbatches dif
 
 Figures are medians over seeds: bubble (idle part of all ranks' time) and step time over the bound's.
 
-The second table has the time that finding an order takes, on one thread, beside DistTrain's table 3: batch 1920 over
-30, 60 and 120 data-parallel groups in microbatches of one sequence, on a pipeline of 12 ranks.
-
 Assumptions. laion: a microbatch is one packed sequence, whose pictures are also generated, each at one resolution.
 orchmllm_10b and llava: four samples, no generator; the encoders of both modalities share a rank. lognormal: encoder and
 generator with a spread of 0.6, the LLM 0.3, independent. Time of a row grows with its sequence as in transformers of
@@ -27,29 +24,24 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.common import arguments, report, write_json
-from hetero_strategy.layout.pipeline import Pipeline
-from hetero_strategy.plan.orchestrator import Size
-from hetero_strategy.plan.reorder import interval_order
+from benchmarks.common import Options, option, program, report
+from benchmarks.workloads import WORKLOADS
+from hetero_strategy.layout.spec import Pipeline
+from hetero_strategy.papers.disttrain import interval_order
+from hetero_strategy.plan.plan_step import Size
 from hetero_strategy.schedule.action import Kind, Span, Stage, StageGraph, StageId, StepWork
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.graph import StageCost
-from hetero_strategy.simulator.reordering import Reorderer
-from hetero_strategy.simulator.replay import Replay
-from recipes.workloads import WORKLOADS
+from hetero_strategy.simulator.reordering import Reorderer, Replay
 
 SAMPLES = {"lognormal": 0, "laion": 1, "orchmllm_10b": 4, "llava": 4}
 """Workload -> samples of a microbatch."""
 WIDTHS = {"encoder": 1280, "llm": 8192}
-TABLE_3 = ((30, 64, 5.87), (60, 32, 3.02), (120, 16, 1.71))
-"""(data-parallel groups, microbatches, milliseconds) of DistTrain."""
-TABLE_3_RANKS = 12
 RANDOM = 16
 
 
@@ -70,8 +62,8 @@ class Case(NamedTuple):
         return StepWork({m: tuple(Span(k, k, k) for k in found) for m, found in there.items()}, feeds)
 
     def seconds(self, orders: np.ndarray) -> np.ndarray:
-        """Of the step with the schedule made for each order ``[n, microbatches]``; where no module skips a microbatch
-        these schedules are all the same.
+        """Return seconds of the step with the schedule of each order ``[n, microbatches]``: one schedule for all orders
+        if no module skips a microbatch.
         """
         if len(orders) > 1 and any((times == 0).any() for times in self.forward.values()):
             return np.concatenate([self.seconds(order[None]) for order in orders])
@@ -145,7 +137,7 @@ def drawn(workload: str, microbatches: int, seed: int) -> dict[str, np.ndarray]:
 
 
 def _work(length: np.ndarray, module: str) -> np.ndarray:
-    """Of a transformer over a sequence: 24 width^2 FLOPs per row and layer, and 4 width per pair of rows."""
+    """Return a transformer's work: per layer 24 width^2 FLOPs for each row, and 4 width for each pair of rows."""
     return length * (1.0 + length / (6.0 * WIDTHS[module]))
 
 
@@ -189,44 +181,14 @@ def savings(workload: str, ranks: int, vpp: int, microbatches: int, seeds: int) 
     return found
 
 
-def speed(rounds: int) -> list[dict[str, Any]]:
-    """Milliseconds that finding an order takes, medians."""
-    found = []
-    for groups, count, paper in TABLE_3:
-        one = case("laion", TABLE_3_RANKS, 1, count, 0)
-        forward, backward = one.ranks()
-        reorderer = Reorderer(one.graph, one.schedule, dict.fromkeys(one.graph.stages, StageCost(1.0, 0.0)))
-        sizes = {m: Size(t[:, None], 0.0 * t[:, None]) for m, t in one.forward.items()}
-        reorderer(sizes)
-        times: dict[str, list[float]] = {"algorithm_3_ms": [], "search_ms": []}
-        for _ in range(rounds):
-            begin = time.perf_counter()
-            interval_order(forward, backward)
-            middle = time.perf_counter()
-            reorderer(sizes)
-            times["algorithm_3_ms"].append(1e3 * (middle - begin))
-            times["search_ms"].append(1e3 * (time.perf_counter() - middle))
-        line = {key: statistics.median(values) for key, values in times.items()}
-        found.append({"dp": groups, "microbatches": count, "paper_ms": paper, **line})
-    return found
-
-
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run, print, write.
-
-    Args:
-        argv: the command line.
-
-    Returns:
-        The figures.
-    """
-    parser = arguments(__doc__)
-    parser.add_argument("--seeds", type=int, default=5, help="draws of every step (default 5)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], help="pipelines (default 2 4 8 16)")
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 32, 128], help="default 8 32 128")
-    parser.add_argument("--workloads", nargs="+", choices=SAMPLES, default=list(SAMPLES), help="default all")
-    parser.add_argument("--rounds", type=int, default=30, help="of the second table (default 30)")
-    given = parser.parse_args(argv)
+@program(
+    option("--seeds", type=int, default=5, help="draws of every step (default 5)"),
+    option("--ranks", type=int, nargs="+", default=[2, 4, 8, 16], help="pipelines (default 2 4 8 16)"),
+    option("--microbatches", type=int, nargs="+", default=[8, 32, 128], help="default 8 32 128"),
+    option("--workloads", nargs="+", choices=SAMPLES, default=list(SAMPLES), help="default all"),
+)
+def main(given: Options) -> Any:
+    """Run, print, write."""
     lines = [
         savings(workload, ranks, vpp, count, given.seeds)
         for workload in given.workloads
@@ -259,21 +221,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         f"step time over a random order's, median of all lines: DistTrain {summary['disttrain_over_random']:.3f},"
         f" ours {summary['ours_over_random']:.3f}",
     ]
-    report("reordering", f"Orders of microbatches, medians of {given.seeds} steps", columns, rows, notes)
-    times = speed(given.rounds)
-    report(
-        "reordering",
-        f"Time to find an order, {TABLE_3_RANKS} ranks",
-        ("batch 1920, DP", "microbatches", "DistTrain's table 3 ms", "algorithm 3 here ms", "search ms"),
-        [
-            (t["dp"], t["microbatches"], *(f"{t[k]:.2f}" for k in ("paper_ms", "algorithm_3_ms", "search_ms")))
-            for t in times
-        ],
-    )
-    results = {"orders": lines, "summary": summary, "speed": times}
-    options = {name: value for name, value in vars(given).items() if name != "json"}
-    write_json(given.json, "reordering", "cpu", options, results)
-    return results
+    report(f"Orders of microbatches, medians of {given.seeds} steps", columns, rows, notes)
+    return {"orders": lines, "summary": summary}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What HeteroStrategy costs where it has nothing to do: every module on one device.
+"""Overhead of HeteroStrategy where it has nothing to do: every module on one device.
 
 Five training loops over the same batches, with equal models, take turns in one process:
 
@@ -30,14 +30,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import arguments, ragged_step, report, write_json
+from benchmarks.common import Options, option, program, report
 from benchmarks.training import MELS, MERGE, PATCH, Orders, batch_of, microbatch_loss, optimizer_of, with_trainer
 from benchmarks.turns import Block, Contender, take_turns
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model import MultimodalModel
-from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.plan.plan_step import plan_step
 from hetero_strategy.strategy import HeteroStrategy
+from hetero_strategy.testing import ragged_step
 from hetero_strategy.zoo import siglip2_encoder, titan_llama, whisper_encoder
 
 GOAL = 1.03
@@ -112,8 +113,8 @@ def by_hand(
     """Return the loop one writes without Lightning.
 
     Args:
-        size: of the model.
-        device: of the model.
+        size: sizes of the model.
+        device: device of the model.
         precision: bf16-mixed computes under autocast.
         losses: filled, one of each step.
         fused: whether AdamW is; None: torch's default.
@@ -199,7 +200,7 @@ def summary(blocks: Sequence[Block], fair: Sequence[Block]) -> dict[str, float]:
 
 
 def paired(blocks: Sequence[Block], others: Sequence[Block]) -> Iterable[tuple[Block, Block]]:
-    """Of one round each."""
+    """Pair the blocks of each round."""
     return zip(blocks, others, strict=True)
 
 
@@ -218,19 +219,17 @@ def _meta(size: Size) -> MultimodalModel:
         return model_of(size)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@program(
+    option("--device", choices=("cpu", "cuda"), default="cpu"),
+    option("--size", nargs="+", choices=tuple(SIZES), help="default: 100ms, 150ms and 400ms on cpu, base on cuda"),
+    option("--precision", choices=PRECISIONS, help="default: 32-true on cpu, bf16-mixed on cuda"),
+    option("--microbatches", type=int, default=2, help="of a step (default 2)"),
+    option("--rounds", type=int, default=40, help="measured rounds (default 40)"),
+    option("--block", type=int, help="steps of one turn; default: 1 on cpu, 5 on cuda"),
+    option("--warmup", type=int, default=3, help="rounds before (default 3)"),
+)
+def main(given: Options) -> Any:
     """Measure, print, write."""
-    parser = arguments(__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--size", nargs="+", choices=tuple(SIZES), help="default: 100ms, 150ms and 400ms on cpu, base on cuda"
-    )
-    parser.add_argument("--precision", choices=PRECISIONS, help="default: 32-true on cpu, bf16-mixed on cuda")
-    parser.add_argument("--microbatches", type=int, default=2, help="of a step (default 2)")
-    parser.add_argument("--rounds", type=int, default=40, help="measured rounds (default 40)")
-    parser.add_argument("--block", type=int, help="steps of one turn; default: 1 on cpu, 5 on cuda")
-    parser.add_argument("--warmup", type=int, default=3, help="rounds before (default 3)")
-    given = parser.parse_args(argv)
     cuda = given.device == "cuda"
     if cuda and not torch.cuda.is_available():
         sys.exit("--device cuda: no CUDA device here")
@@ -247,9 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = {size: measure(SIZES[size], **settings) for size in sizes}
-    settings["size"] = sizes
     report(
-        "step_overhead",
         f"{settings['microbatches']} microbatches, {settings['precision']}, {settings['device']}; medians over"
         f" {settings['rounds']} rounds",
         ("size", "parameters", "rows", "", "step ms", "fastest ms", "cpu ms", "x fair", "x fair (cpu time)"),
@@ -269,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for size, one in found.items()
         ],
     )  # fmt: skip
-    write_json(given.json, "step_overhead", given.device, settings, found)
+    return found
 
 
 if __name__ == "__main__":

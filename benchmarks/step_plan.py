@@ -17,48 +17,42 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.common import arguments, report, write_json
+from benchmarks.common import Options, option, program, report
+from benchmarks.workloads import WORKLOADS
 from hetero_strategy.layout import ModuleLayout, place
-from hetero_strategy.monitor.balance import BalanceSummary, Spread
-from hetero_strategy.monitor.balance_draw import draw
 from hetero_strategy.plan.balance import Cost
-from hetero_strategy.plan.orchestrator import Near, ResolvedBalance, plan_step
+from hetero_strategy.plan.plan_step import Near, ResolvedBalance, plan_step
 from hetero_strategy.plan.step_plan import ModuleLoad, StepMetadata
 from hetero_strategy.schedule.action import StageGraph, StageId
 from hetero_strategy.schedule.compile import StepCompiler
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.graph import StageCost, stage_graph
-from recipes.workloads import WORKLOADS
 
 PAPER = {64: 16.66, 128: 18.49, 256: 21.32, 512: 24.64, 1024: 31.37, 2560: 53.88}
 """Instances -> ms (OrchMLLM, table 2)."""
 MODULES = ("vision", "audio", "llm")
 COSTS = {
     "vision": Cost(linear=12 * 2048.0, quadratic=2.0),
-    "audio": Cost(linear=12 * 1280.0, quadratic=2.0, padding="full"),
+    "audio": Cost(linear=12 * 1280.0, quadratic=2.0),
     "llm": Cost(linear=12 * 3584.0, quadratic=2.0),
 }
 """FLOPs of a layer's forward over its width, of OrchMLLM's 10B model: 24 h^2 per row and 4 h per pair of rows."""
 PER_NODE = 8
 
 
-def balancing(instances: int, rearrange: Literal["home", "permute", "none"], islands: int = 1) -> ResolvedBalance:
+def balancing(instances: int, rearrange: Literal["home", "none"]) -> ResolvedBalance:
     """Every module on every instance."""
     nodes = np.arange(instances) // PER_NODE
-    own = np.repeat(np.arange(islands), instances // islands)
     near = {} if rearrange == "none" else {name: Near(nodes, nodes, "llm") for name in ("vision", "audio")}
     return ResolvedBalance(
         policy=dict.fromkeys(MODULES, "auto"),
         costs=COSTS,
         near=near,
-        rearrange="home" if rearrange == "none" else rearrange,
-        islands={} if islands == 1 else dict.fromkeys(MODULES, own),
     )
 
 
@@ -73,13 +67,12 @@ def placed(instances: int) -> tuple[StageGraph, dict[StageId, StageCost]]:
 def measure(
     metadata: StepMetadata,
     instances: int,
-    rearrange: Literal["home", "permute", "none"],
+    rearrange: Literal["home", "none"],
     microbatches: int,
     rounds: int,
-    islands: int = 1,
 ) -> dict[str, Any]:
     """Medians in ms, of processor time but for ``wall_ms``, and how balanced it is."""
-    chosen = balancing(instances, rearrange, islands)
+    chosen = balancing(instances, rearrange)
     count = dict.fromkeys(MODULES, instances)
     graph, costs = placed(instances)
     compiler = StepCompiler(graph, costs, ScheduleConfig("1f1b"))
@@ -96,7 +89,6 @@ def measure(
         "instances": instances,
         "samples": len(metadata.samples),
         "rearrange": rearrange,
-        "islands": islands,
         "microbatches": microbatches,
         "plan_ms": statistics.median(plans),
         "compile_ms": statistics.median(compiles),
@@ -107,24 +99,11 @@ def measure(
     }
 
 
-def picture(file: str, samples: int, instances: int = 32) -> None:
-    """Loads of one step's instances."""
-    plan = plan_step(
-        WORKLOADS["orchmllm_10b"](instances * samples, 0).metadata(),
-        dict.fromkeys(MODULES, instances),
-        ("llm",),
-        balancing=balancing(instances, "home"),
-    )
-    spreads = {module: Spread.of(load) for module, load in plan.loads.items()}
-    draw(Path(file), BalanceSummary(1, spreads, None, 0.0, None, None, None, 1.0, 0, 0))
-
-
 def row(found: Mapping[str, Any]) -> tuple[Any, ...]:
-    """As the table shows it."""
+    """Return a row of the table."""
     return (
         f"{found['instances']} x {found['samples'] // found['instances']}",
         found["rearrange"],
-        found["islands"],
         found["microbatches"],
         *(f"{found[key]:.1f}" for key in ("plan_ms", "compile_ms", "total_ms", "wall_ms")),
         f"{1e3 * found['total_ms'] / found['samples']:.2f}",
@@ -133,50 +112,32 @@ def row(found: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Run, print, write.
-
-    Args:
-        argv: the command line.
-
-    Returns:
-        The figures.
-    """
-    parser = arguments(__doc__)
-    parser.add_argument("--instances", type=int, nargs="+", default=[64, 512, 2560], help="default 64 512 2560")
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2, 4, 8], help="default 1 2 4 8")
-    parser.add_argument("--islands", type=int, nargs="*", default=[], help="numbers of islands, besides one for all")
-    parser.add_argument("--samples", type=int, default=60, help="per instance (default 60)")
-    parser.add_argument("--rounds", type=int, default=7, help="of which the median is taken (default 7)")
-    parser.add_argument("--growth", type=int, default=100, help="of the samples in the last rows (default 100)")
-    parser.add_argument(
-        "--picture", metavar="FILE", help="also draw the loads of 32 instances, as sampled and as planned"
-    )
-    given = parser.parse_args(argv)
+@program(
+    option("--instances", type=int, nargs="+", default=[64, 512, 2560], help="default 64 512 2560"),
+    option("--microbatches", type=int, nargs="+", default=[1, 2, 4, 8], help="default 1 2 4 8"),
+    option("--samples", type=int, default=60, help="per instance (default 60)"),
+    option("--rounds", type=int, default=7, help="of which the median is taken (default 7)"),
+    option("--growth", type=int, default=100, help="of the samples in the last rows (default 100)"),
+)
+def main(given: Options) -> Any:
+    """Run, print, write."""
     make = WORKLOADS["orchmllm_10b"]
     found = []
     for instances in given.instances:
         metadata = make(instances * given.samples, 0).metadata()
-        for rearrange in ("none", "permute"):
-            found.append(measure(metadata, instances, rearrange, 1, given.rounds))  # type: ignore[arg-type]
+        found.append(measure(metadata, instances, "none", 1, given.rounds))
         for microbatches in given.microbatches:
-            counts = [1, *(n for n in given.islands if instances % n == 0)]
-            found += [measure(metadata, instances, "home", microbatches, given.rounds, n) for n in counts]
+            found.append(measure(metadata, instances, "home", microbatches, given.rounds))
     for times in sorted({1, max(1, given.growth // 10), given.growth}):
         metadata = make(8 * given.samples * times, 0).metadata()
         found.append(measure(metadata, 8, "none", 1, given.rounds))
     report(
-        "step_plan",
         "a whole step plan, one thread, milliseconds of processor time",
-        ("instances x samples", "near", "islands", "microbatches", "plan", "compile", "total", "wall", "us/sample",
-         "OrchMLLM",
+        ("instances x samples", "near", "microbatches", "plan", "compile", "total", "wall", "us/sample", "OrchMLLM",
          *(f"{m} max/mean" for m in MODULES)),
         [row(x) for x in found],
         ["max/mean: as sampled, then as planned"],
     )  # fmt: skip
-    if given.picture:
-        picture(given.picture, given.samples)
-    write_json(given.json, "step_plan", "cpu", {k: v for k, v in vars(given).items() if k != "json"}, found)
     return found
 
 

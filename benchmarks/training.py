@@ -1,4 +1,4 @@
-"""What benchmarks of training steps share: batches with random payloads, a LightningModule, loops by Lightning."""
+"""Shared parts of benchmarks of training steps: batches with random payloads, a LightningModule, loops by Lightning."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def microbatch_loss(
         model: encoders and the language model ``llm``, all on this device.
         source: the batch as the loader gives it, whose identity is the key of ``orders``.
         batch: the same on the device.
-        number: of the microbatch.
+        number: number of the microbatch.
         orders: filled here, so that they are made once for each batch.
-        device: of the model.
+        device: device of the model.
     """
     rows: dict[Hashable, torch.Tensor] = {}
     for encoder in (name for name in model.modules_by_name if name != "llm"):
@@ -92,7 +92,7 @@ def microbatch_loss(
 
 
 class Lit(L.LightningModule):
-    """What a person writes."""
+    """A LightningModule as a user writes it."""
 
     def __init__(
         self, make_model: Callable[[], MultimodalModel], losses: list[torch.Tensor], fused: bool | None = None

@@ -71,7 +71,7 @@ class Contender:
         return self.steps
 
     def __iter__(self) -> Iterator[Any]:
-        """As a loader."""
+        """Give batches as a loader does, and pause between turns."""
         self._pause(None)
         wall, cpu = time.perf_counter(), time.process_time()
         done = 0

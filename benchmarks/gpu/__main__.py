@@ -7,8 +7,6 @@
   head       head and loss by the share of labelled rows, beside whole logits
   optimizer  AdamW over sharded and plain parameters, beside fused AdamW over plain ones
   copies     the part of copies to the device that a step hides
-  chunks     a block whose tensor-parallel linear maps are cut into chunks of rows, beside one in whole
-  streams    an encoder on a stream of lower priority, beside a language model that waits as for collectives
   job        the default job of recipes.train on the device; its checkpoint on the CPU and back
   overhead   benchmarks.step_overhead
 
@@ -21,27 +19,25 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import arguments, report, write_json
-from benchmarks.gpu import attention, chunks, copies, head, job, optimizer, overhead, step, streams
+from benchmarks.common import Options, option, program, report, write_json
+from benchmarks.gpu import attention, copies, job, parts, step
 from benchmarks.gpu.table import Line, Skipped
 
 CHECKS: dict[str, Callable[[torch.device, str], Iterator[Line]]] = {
     "attention": attention.check,
-    "head": head.check,
-    "optimizer": optimizer.check,
+    "head": parts.check_head,
+    "optimizer": parts.check_optimizer,
     "copies": copies.check,
-    "chunks": chunks.check,
-    "streams": streams.check,
     "step": step.check,
     "llm": step.check_llm,
-    "overhead": overhead.check,
+    "overhead": job.check_overhead,
     "job": job.check,
 }
 """The short ones first."""
@@ -62,34 +58,37 @@ def run(name: str, device: torch.device, size: str) -> dict[str, Any]:
     found |= {"seconds": time.perf_counter() - begin, "lines": [asdict(line) for line in lines]}
     rows = [(x.what, x.ours, x.unit, x.peer, x.theirs, x.ratio, x.goal, x.note) for x in lines]
     columns = ("", "ours", "", "beside", "theirs", "ours / theirs", "goal", "")
-    report(name, f"{name}, {found['seconds']:.0f} s", columns, rows)
+    report(f"{name}, {found['seconds']:.0f} s", columns, rows)
     for key in ("skipped", "failed"):
         if key in found:
             print(f"{name} {key}: {found[key]}", flush=True)
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the checks, print a table of each; returns what each found."""
-    parser = arguments(__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    sizes = "quick: the full ones, but 6 steps after 4 others in place of 16 after 10 (default: full)"
-    parser.add_argument("--size", choices=("full", "quick", "tiny"), default="full", help=sizes)
-    parser.add_argument("--only", default=",".join(CHECKS), help="names with commas between (default: all)")
-    given = parser.parse_args(argv)
-    names = given.only.split(",")
-    if unknown := set(names) - set(CHECKS):
-        parser.error(f"--only: {', '.join(sorted(unknown))}: no such check; there are {', '.join(CHECKS)}")
+@program(
+    option("--device", choices=("cuda", "cpu"), default="cuda"),
+    option(
+        "--size",
+        choices=("full", "quick", "tiny"),
+        default="full",
+        help="quick: the full ones, but 6 steps after 4 others in place of 16 after 10 (default: full)",
+    ),
+    option("--only", nargs="+", choices=list(CHECKS), default=list(CHECKS), help="checks (default: all)"),
+    threads=None,
+)
+def main(given: Options) -> dict[str, Any]:
+    """Run the checks and print a table of each."""
     if given.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: no CUDA device here; --device cpu --size tiny runs the same code")
+        sys.exit("--device cuda: no CUDA device here; --device cpu --size tiny runs the same code")
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
     dist.init_process_group("nccl" if given.device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     results: dict[str, Any] = {}
     try:
-        for name in names:
+        for name in given.only:
             longer = given.size == "quick" and name not in ("step", "llm")
             results[name] = run(name, device, "full" if longer else given.size)
-            write_json(given.json, "gpu", given.device, {"size": given.size, "only": given.only}, results)
+            if given.json is not None:
+                write_json(given.json, "gpu", {"device": given.device, "size": given.size}, results)
     finally:
         dist.destroy_process_group()
     return results

@@ -8,26 +8,26 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from benchmarks.common import ragged_step
 from benchmarks.gpu.table import Line, Skipped
 from benchmarks.measuring import seconds_in_turns
 from benchmarks.training import batch_of
 from hetero_strategy.model.inputs import EncoderInputs, ModuleInputs
-from hetero_strategy.plan.orchestrator import plan_step
-from hetero_strategy.runtime.payload import Copies, Payload, ToCuda
+from hetero_strategy.plan.plan_step import plan_step
+from hetero_strategy.runtime.payload import Payload, ToCuda
+from hetero_strategy.testing import ragged_step
 
 SIZES = {"full": (24, 96, 4096, 8, 9), "tiny": (2, 2, 16, 2, 1)}
 """Pictures of a microbatch, output rows on a side of one, width of a product of matrices, microbatches, turns."""
 
 
 def check(device: torch.device, size: str) -> Iterator[Line]:
-    """Of microbatches that compute for about as long as their copies take."""
+    """Compare microbatches that compute for about as long as their copies take."""
     if device.type != "cuda":
         raise Skipped("copies to the device need a CUDA device")
     yield from measure(device, size, ToCuda(device))
 
 
-def measure(device: torch.device, size: str, copies: Copies) -> Iterator[Line]:
+def measure(device: torch.device, size: str, copies: ToCuda) -> Iterator[Line]:
     """A step whose inputs arrive as the executor brings them, and one whose inputs are there."""
     pictures, side, width, microbatches, rounds = SIZES[size]
     draws = {"vision": lambda rng, n: np.full(n, side**2)}

@@ -1,4 +1,4 @@
-"""The default job of ``recipes.train`` on the device, and its checkpoint on the CPU and back."""
+"""Programs in processes of their own: the default job of ``recipes.train``, and ``benchmarks.step_overhead``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,27 @@ SIZES = {
 }  # fmt: skip
 
 
+OVERHEAD = {"full": ["--rounds", "12"], "tiny": ["--size", "tiny", "--rounds", "2", "--warmup", "1"]}
+
+
+def check_overhead(device: torch.device, size: str) -> Iterator[Line]:
+    """Compare with hand-written loops and with Lightning's own strategy for one device."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "overhead.json"
+        options = ["--device", device.type, "--precision", "bf16-mixed", "--json", str(file)]
+        script("benchmarks.step_overhead", [*options, *OVERHEAD[size]], timeout=300)
+        results = json.loads(file.read_text())["results"]
+    for name, found in results.items():
+        times = {loop: one["step_ms"] for loop, one in found["contenders"].items()}
+        note = f"{name}, {found['parameters'] / 1e6:.0f}M parameters; median ratio {found['hetero_over_fair']:.3f}"
+        fair = "by hand, fused AdamW, a backward per microbatch"
+        yield Line("step", times["hetero"], "ms", fair, times["fair"], "<= 1.02", note)
+        yield Line("step", times["hetero"], "ms", "by hand, default AdamW, one backward", times["plain"])
+        yield Line("step", times["hetero"], "ms", "Lightning, fused AdamW", times["lightning"])
+
+
 def check(device: torch.device, size: str) -> Iterator[Line]:
-    """The job as a process of its own, then its checkpoint here."""
+    """Run the job, then load its checkpoint on the CPU and back."""
     for package in ("hydra", "omegaconf", "sklearn"):
         try:
             require(package, "recipes", "recipes.train")

@@ -24,7 +24,6 @@ import torch
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.common import ragged_step
 from benchmarks.gpu.loops import by_hand, of_titan
 from benchmarks.gpu.table import Line
 from benchmarks.training import MERGE, PATCH, batch_of, with_trainer
@@ -32,10 +31,11 @@ from benchmarks.turns import Contender
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model import EncoderInputs, MultimodalModel, SequenceInputs, materialize
-from hetero_strategy.monitor.flops import device_peak_flops, utilization
-from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.monitor.throughput import device_peak_flops, utilization
+from hetero_strategy.plan.plan_step import plan_step
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.strategy import HeteroStrategy
+from hetero_strategy.testing import ragged_step
 from hetero_strategy.zoo import siglip2_encoder, titan_llama
 
 Train = Callable[[Any], None]
@@ -80,7 +80,7 @@ SIZES["quick"] = replace(SIZES["full"], warm_up=4, steps=6, visits=1)
 
 @dataclass
 class Visit:
-    """What one contender did while it had the device."""
+    """Figures of one contender while it had the device."""
 
     seconds: float
     """Of a step."""
@@ -128,9 +128,9 @@ def hetero(
     with torch.device("meta"):
         names = list(make_model().modules_by_name)
     layouts = {name: ModuleLayout(ranks=(0,)) for name in names}
-    compiled = dict.fromkeys(names, backend) if backend else None
+    transforms = {name: {"compile": backend} for name in names}
     return with_trainer(
-        lambda: HeteroStrategy(layouts, compile=compiled), make_model, device.type, "bf16-mixed", losses
+        lambda: HeteroStrategy(layouts, transforms=transforms), make_model, device.type, "bf16-mixed", losses
     )
 
 
@@ -227,7 +227,7 @@ def values_made_once() -> Iterator[None]:
 def visits(
     trains: Mapping[str, Train], batches: Sequence[Batch], size: Size, device: torch.device
 ) -> dict[str, list[Visit]]:
-    """Of every contender, all contenders in a new random order each time."""
+    """Visit all contenders, in a new random order each time."""
     with _profiler(device.type == "cuda"):
         pass  # the first one has to be in the main thread
     order, names = np.random.default_rng(0), list(trains)
@@ -243,7 +243,7 @@ def visits(
 
 @dataclass(frozen=True)
 class Work:
-    """Of a step, in the mean over the batches."""
+    """A step's work, in the mean over the batches."""
 
     parameters: int
     tokens: float

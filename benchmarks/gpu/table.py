@@ -1,4 +1,4 @@
-"""What a check gives: lines of a table, or why it has none."""
+"""Lines of a table that a check gives, or why it has none."""
 
 from __future__ import annotations
 

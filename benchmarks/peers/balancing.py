@@ -9,9 +9,8 @@ import heapq
 
 import numpy as np
 
-from hetero_strategy.plan.balance import Cost, loads, runs
-from hetero_strategy.plan.balance.cost import additive_bound
-from hetero_strategy.plan.balance.greedy import deal, descending, whole
+from hetero_strategy.plan.balance import Cost, additive_bound
+from hetero_strategy.plan.greedy import deal, descending, whole
 
 TOLERANCE = 1.0
 """Tolerance of :func:`tolerant` in mean lengths, which the paper sets by hand."""
@@ -24,49 +23,6 @@ def disttrain(costs: np.ndarray, bins: int) -> np.ndarray:
     bin_of = np.empty(len(costs), dtype=np.int64)
     bin_of[order] = deal(whole(costs[order], bins), bins)[0]
     return bin_of
-
-
-def padded_ascending(lengths: np.ndarray, bins: int) -> np.ndarray:
-    """OrchMLLM's algorithm 2: the least whole bound on items x longest that an ascending greedy keeps in ``bins``.
-
-    As printed but for two slips: the search starts with the longest item's bound, not the shortest's (which nothing
-    might fit), and what is returned belongs to the bound found, not to the last one tried.
-    """
-    order = np.argsort(lengths, kind="stable")
-    rising = np.ascontiguousarray(lengths[order], dtype=np.int64).data
-    n = len(order)
-
-    def least_batches(bound: int) -> list[int] | None:
-        """Starts of the batches; None where there are more than ``bins``."""
-        starts: list[int] = []
-        at = 0
-        while at < n:
-            if len(starts) == bins:
-                return None
-            starts.append(at)
-            # items x last item's length grows with every item: bisect for the last that fits
-            low, high = at + 1, n
-            while low < high:
-                middle = (low + high + 1) // 2
-                if (middle - at) * rising[middle - 1] <= bound:
-                    low = middle
-                else:
-                    high = middle - 1
-            at = low
-        return starts
-
-    left = int(lengths.max(initial=0))
-    right = left * (n // bins + 1)
-    while left < right:
-        middle = (left + right) // 2
-        if least_batches(middle) is not None:
-            right = middle
-        else:
-            left = middle + 1
-    where = np.zeros(n, dtype=np.int64)
-    starts = least_batches(right) or []
-    where[order] = np.repeat(np.arange(len(starts)), np.diff([*starts, n]))
-    return where
 
 
 def tolerant(lengths: np.ndarray, bins: int) -> np.ndarray:
@@ -133,23 +89,6 @@ def karmarkar_karp(costs: np.ndarray, bins: int) -> np.ndarray:
     return bin_of
 
 
-def lower_bound(lengths: np.ndarray, bins: int, cost: Cost, speeds: np.ndarray | None = None) -> float:
-    """A value that the largest ``load / speed`` of no assignment is below.
-
-    It follows from the costs of the items alone (:func:`additive_bound`) and, with full padding and equal speeds, from
-    the search for the shortest runs, which are optimal.
-
-    Args:
-        lengths: rows of each item, int64 ``[n]``.
-        speeds: float64 ``[bins]``; None: 1.
-    """
-    alone = np.sort(cost.alone(lengths))[::-1]
-    if speeds is not None and np.ptp(speeds):
-        return additive_bound(alone, bins, np.asarray(speeds, dtype=np.float64))
-    least = additive_bound(alone, bins)
-    if cost.padding == "full":
-        counts = runs.padded_runs(alone, bins)
-        assert counts is not None
-        longest = loads(np.sort(lengths)[::-1], np.repeat(np.arange(bins), counts), bins, cost).max()
-        least = max(least, float(longest) * (1 - runs.TOLERANCE))
-    return least / (1.0 if speeds is None else float(speeds[0]))
+def lower_bound(lengths: np.ndarray, bins: int, cost: Cost) -> float:
+    """A value that the largest load of no assignment of items, int64 ``[n]``, is below, see :func:`additive_bound`."""
+    return additive_bound(np.sort(cost.alone(lengths))[::-1], bins)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -23,19 +22,17 @@ def prepared(
     stages: int,
     microbatches: int,
     path: str,
-    timed: Callable[[Callable[..., Any]], Any],
 ) -> Callable[[], None]:
-    """Return what runs one step, of which ``timed`` wraps kernels, not messages.
+    """Return what runs one step.
 
     Args:
         name: one of :data:`RUNTIMES`.
-        module: of the stage, takes and gives rows ``[8, width]``.
-        width: of a row.
+        module: module of the stage, which takes and gives rows ``[8, width]``.
+        width: width of a row.
         rank: whose stage, neither first nor last, since the process group is torch's fake one and carries no rows.
-        stages: of a chain, one per rank.
-        microbatches: of a step.
-        path: of the schedule in torch's CSV, for the runtime that takes one.
-        timed: wraps a function.
+        stages: number of stages of the chain, one per rank.
+        microbatches: number of a step.
+        path: file of the schedule in torch's CSV, for the runtime that takes one.
     """
     came = torch.zeros(8, width, requires_grad=True)
     made = module(came).detach().requires_grad_()
@@ -52,10 +49,4 @@ def prepared(
     vote = torch.ones(1, dtype=torch.int32)
     with patch.object(PipelineStage, "_warmup_backward_result", lambda *_, **__: vote):  # fake ranks do not vote
         runtime.step()
-    forward, backward = timed(module.forward), timed(torch.autograd.backward)
-
-    def step() -> None:
-        with patch.object(module, "forward", forward), patch.object(torch.autograd, "backward", backward):
-            runtime.step()
-
-    return step
+    return runtime.step  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import attention, chunks, copies, job, step, streams, table
+from benchmarks.gpu import attention, copies, job, step, table
 from benchmarks.gpu.table import Line
 from benchmarks.predicted_memory import Cloned
 from hetero_strategy.checkpoint import Checkpointer
@@ -28,7 +28,7 @@ def _on_rank(rank: int, world: int, only: str, file: str) -> dict[str, Any]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         for environment in (os.environ, table.ENVIRONMENT):
             environment.pop(name, None)
-    return gpu.main([*TINY, "--only", only, "--json", file])
+    return gpu.main([*TINY, "--only", *only.split(","), "--json", file])
 
 
 def run(pool: Any, only: str, file: Path, timeout: float = 170) -> dict[str, dict[str, Any]]:
@@ -42,14 +42,12 @@ def run(pool: Any, only: str, file: Path, timeout: float = 170) -> dict[str, dic
 
 @pytest.mark.distributed
 def test_checks_of_kernels(pool: Any, tmp_path: Path) -> None:
-    found = run(pool, "attention,head,optimizer,copies,chunks,streams", tmp_path / "gpu.json")
+    found = run(pool, "attention,head,optimizer,copies", tmp_path / "gpu.json")
     assert found["attention"]["buckets, time"]["theirs"] > 0
     assert found["attention"]["flash, time"]["note"] == "it needs a CUDA device"
     assert 0 < found["head"]["5% labelled, peak memory"]["ours"] < found["head"]["5% labelled, peak memory"]["theirs"]
     assert len(found["optimizer"]) == 1 and not found["copies"]
-    assert [found["chunks"][f"block in {n} chunks"]["ours"] > 0 for n in (2, 4, 8)] and not found["streams"]
-    for name in ("copies", "streams"):
-        assert "CUDA" in json.loads((tmp_path / "gpu.json").read_text())["results"][name]["skipped"]
+    assert "CUDA" in json.loads((tmp_path / "gpu.json").read_text())["results"]["copies"]["skipped"]
 
 
 @pytest.mark.full
@@ -76,20 +74,6 @@ def test_checks_that_are_processes(pool: Any, tmp_path: Path) -> None:
     assert "4 steps" in found["job"]["exact match"]["note"]
 
 
-def test_chunks_that_compute_something_else_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "init_device_mesh", lambda *_, **__: {"tp": None})
-    monkeypatch.setattr(chunks, "block", lambda *given: given[2])
-    monkeypatch.setattr(chunks, "backward", lambda number, rows, packing: rows + number)
-    with pytest.raises(RuntimeError, match="same work"):
-        list(chunks.check(CPU, "tiny"))
-
-
-def test_the_encoder_beside_waits_trains() -> None:
-    run = streams._encoder(CPU, "tiny")
-    run()
-    run()
-
-
 def test_a_check_that_fails_keeps_its_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,7 +86,7 @@ def test_a_check_that_fails_keeps_its_lines(
     assert found["lines"][0]["what"] == "a figure" and "no memory [left]" in found["failed"]
     assert "0.500" in (shown := capsys.readouterr().out) and "no memory [left]" in shown
     with pytest.raises(SystemExit):
-        gpu.main([*TINY, "--only", "head,tail"])
+        gpu.main([*TINY, "--only", "head", "tail"])
 
 
 def test_lengths_fill_the_rows_and_dense_attention_is_the_same() -> None:

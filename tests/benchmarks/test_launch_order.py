@@ -17,9 +17,8 @@ from benchmarks.launch_order import (
     trace_of,
     traced,
 )
-from benchmarks.pipelines import assembled
 from hetero_strategy.layout import ModuleLayout
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool
 
 NOTHING = frozenset[int]()
 
@@ -62,7 +61,7 @@ def communications(kernels: list[Kernel]) -> list[tuple[str, Any]]:
 
 
 def traced_rank(rank: int, world: int) -> list[Kernel]:
-    executor = assembled(setting(), rank).executor
+    executor = setting().assembled(rank).executor
     batch = setting().batch(0, rank)
     with traced() as trace:
         executor.run(batch, train=True)
@@ -73,6 +72,7 @@ def traced_alone(rank: int, world: int) -> list[list[Kernel]]:
     return [trace_of(setting(), one) for one in range(4)]
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_traces_of_a_fake_world_are_those_of_real_processes(pool: Pool) -> None:
     real = pool.run(4, traced_rank)

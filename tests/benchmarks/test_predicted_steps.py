@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import predicted_steps
-from benchmarks.pipelines import planned
 from benchmarks.predicted_steps import SETTINGS, Timed, measured, replayed, summary
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool, planned
 
 DISJOINT = next(s for s in SETTINGS if s.name == "digits: disjoint")
 

@@ -28,11 +28,11 @@ def test_the_bound_is_reached_by_equal_microbatches() -> None:
 
 def test_a_tiny_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "reordering.json"
-    sizes = f"--seeds 2 --ranks 4 --microbatches 8 --workloads lognormal laion --rounds 1 --json {file}"
+    sizes = f"--seeds 2 --ranks 4 --microbatches 8 --workloads lognormal laion --json {file}"
     reordering.main(sizes.split())
-    assert "algorithm 3 here ms" in capsys.readouterr().out
+    assert "ours / random" in capsys.readouterr().out
     results = json.loads(file.read_text())["results"]
-    assert len(results["orders"]) == 4 and len(results["speed"]) == 3
+    assert len(results["orders"]) == 4
     assert results["summary"]["worse"] == results["summary"]["below_bound"] == 0
     for line in results["orders"]:
         assert 1 <= line["over_bound"]["ours"] <= line["over_bound"]["disttrain"]

@@ -1,8 +1,11 @@
 """The peer of the boundary: whole rows to a leader or to every rank, then each rank keeps its slice.
 
-After Megatron-LM (main, 2026-08): ``pipeline_parallel/bridge_communicator.py`` where source and target are on other
-ranks, ``models/mimo/comm/colocated_communicator.py`` where they are on the same. Only rows that the edge carries are
-moved, which favours the peer: Megatron also broadcasts shapes and gathers text rows.
+After Megatron-LM's MIMO (main, 2026-08). On other ranks (``pipeline_parallel/bridge_communicator.py``): rows go to the
+first rank of each target instance, which broadcasts them in its tensor-parallel group, and with sequence parallelism
+each rank keeps its slice; backward the slices are all-gathered, the first rank sends gradients to the source's last
+rank, and that broadcasts them. On the same ranks (``models/mimo/comm/colocated_communicator.py``): rows are
+all-gathered to every rank of the target instance, then sliced; backward is the adjoint. Only rows that the edge carries
+are moved, which favours the peer: Megatron also broadcasts shapes and gathers text rows.
 """
 
 from __future__ import annotations
@@ -15,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from hetero_strategy import ragged
-from hetero_strategy.boundary.exchange import cross
 from hetero_strategy.boundary.route import Side, Transfer, least_rows, route
-from hetero_strategy.boundary.transport import Channel
+from hetero_strategy.boundary.transport import Channel, cross
 from hetero_strategy.layout.row_sharding import REPLICATED
 from hetero_strategy.plan.step_plan import EdgeBlocks, slots
 
@@ -29,7 +31,7 @@ class Moved(NamedTuple):
     backward: int
 
     def in_bytes(self, row_bytes: int) -> dict[str, int]:
-        """As bytes, by direction."""
+        """Return bytes by direction."""
         return {way: rows * row_bytes for way, rows in self._asdict().items()}
 
     def over(self, bound: Moved) -> float | None:
