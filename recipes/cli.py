@@ -1,4 +1,4 @@
-"""From a command line to a task: one run folder for all ranks, and one clear message where the input is wrong."""
+"""The frame of all recipes around their task: one run folder for all ranks, and one clear message for an error."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, InstantiationException
+from hydra.types import RunMode
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -28,98 +30,85 @@ from omegaconf.errors import OmegaConfBaseException
 from hetero_strategy.errors import CheckpointError, ConfigError, HeteroError
 from hetero_strategy.strategy.ending import lost_a_rank
 from hetero_strategy.strategy.launch import STARTED_BY, die_with_script
-from hetero_strategy.zoo import quiet
+from hetero_strategy.zoo import hf
 from recipes import torchrun
-from recipes.hints import explained
 
 CONF = str(Path(__file__).parent.parent / "conf")
 SAVED, ASKED = Path(".hydra") / "config.yaml", Path(".hydra") / "overrides.yaml"
 PATIENCE = 5.0
-"""Seconds that ranks above 0 hold back a message: where rank 0 has the same one, it ends them in that time."""
+"""Seconds for which ranks above 0 hold back a message: if rank 0 has the same message, it ends them in that time."""
 
 
 def rank() -> int:
-    """Global rank of this process before any process group exists."""
+    """Return the global rank of this process before any process group exists."""
     env = os.environ
     return int(env.get("RANK") or env.get("LOCAL_RANK") or env.get("SLURM_PROCID") or 0)
 
 
 def external() -> bool:
-    """Whether torchrun or SLURM started this process as one of several."""
+    """Return whether torchrun or SLURM started this process as one of several."""
     several = int(os.environ.get("SLURM_NTASKS", "1")) > 1
     return torchrun.started() or (several and not _shell())
 
 
 def srun() -> bool:
-    """Whether SLURM started this process, as one of several or for good."""
+    """Return whether srun started this process, alone or as one of several."""
     return "SLURM_PROCID" in os.environ and not torchrun.started() and not _shell()
 
 
 def _shell() -> bool:
-    """Whether a job of SLURM is a person's shell, as Lightning tells."""
+    """Return whether the SLURM job is an interactive shell, by the names that Lightning uses."""
     return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
 
 
 def _step() -> int | None:
-    """Number of the step of a SLURM job, where srun made it for this process; a batch script is no step."""
-    given = os.environ.get("SLURM_STEP_ID", "")
-    return int(given) if srun() and given.isdigit() and int(given) < 0xFFFFFFF0 else None
+    """Return the number of the step that srun made for this process; None: there is none, as in a batch script."""
+    step = os.environ.get("SLURM_STEP_ID", "")
+    return int(step) if srun() and step.isdigit() and int(step) < 0xFFFFFFF0 else None
 
 
 def start(task: Callable[[], None], outputs: str = "outputs") -> None:
-    """Run a hydra main so that all ranks share a run folder, below ``outputs``, and none outlives the first."""
+    """Run a hydra main whose ranks share one run folder below ``outputs``, and end with the first rank."""
     die_with_script()  # before the slow imports: rank 0 may be killed while this process is still starting
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # hydra raises what it would print, and cuts no traceback short
     hush()
     try:
-        from recipes import jobs
-
-        folder = Path(given := resumed(sys.argv[1:])).expanduser().absolute()
-        if given and (folder / jobs.STATE).is_file():
-            if len(sys.argv) > 2:
-                raise ConfigError(
-                    "a sweep goes on with the jobs that it has: give resume=<its folder> and nothing else"
-                )
-            if failed := jobs.run(jobs.Sweep.load(folder)):
-                fail(failed)
-            return
-        sys.argv[1:] = of_no_experiment(with_run_folder(with_layout_file(sys.argv[1:]), outputs))
+        sys.argv[1:] = of_no_experiment(with_run_folder(with_layout_file(with_transforms(sys.argv[1:])), outputs))
         task()
     except HydraException as error:
         if isinstance(error, InstantiationException):
             raise
-        fail(ConfigError(explained(error, CONF, sys.argv, _saved(sys.argv[1:]))))
+        fail(ConfigError(str(error).split("Config search path")[0].strip()))
     except HeteroError as error:
         fail(error)
-    except ValueError as error:
-        if not str(error).startswith("Config group override"):
-            raise
-        fail(ConfigError("a group of conf/ was set to null; choose one of its files, such as experiment=none"))
 
 
 def hush() -> None:
-    """Leave out what libraries say of themselves in every process, and no person can act on."""
-    quiet.hush()
+    """Silence messages of libraries that every process would repeat and no user can act on."""
+    hf.hush()
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", module="lightning.*")
 
 
 def one_message(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
-    """Turn a person's error, and an end by SIGTERM, into one message and a non-zero exit; other exceptions keep their
-    traceback.
+    """Turn a user's error, and an end by SIGTERM, into one message and a non-zero exit; other exceptions keep their
+    traceback. The jobs of a multirun are started as programs of their own.
     """
 
     @functools.wraps(task)
     def run(cfg: DictConfig) -> None:
+        if HydraConfig.get().mode is RunMode.MULTIRUN:
+            run_job()
+            return
         try:
             task(cfg)
         except SIGTERMException:
-            if STARTED_BY in os.environ and rank():  # the first rank tells, and takes any other code for a failure
+            if STARTED_BY in os.environ and rank():  # the first rank prints the message
                 raise
             told_to_end(trains="run" not in cfg)
         except OmegaConfBaseException as error:
             fail(ConfigError(str(error).splitlines()[0]))
         except Exception as error:
-            if lost_a_rank(error):  # as was said; the message is that one's
+            if lost_a_rank(error):  # the lost rank prints its own message
                 sys.stdout.flush()
                 os._exit(1)
             if not isinstance(error, (HeteroError, InstantiationException)):
@@ -134,60 +123,96 @@ def one_message(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], No
     return run
 
 
+OF_MULTIRUN = ("hydra.mode", "hydra.sweep", "hydra/launcher", "hydra.launcher", "hydra/sweeper", "hydra.sweeper")
+"""Beginnings of overrides that a job of a multirun does not take over."""
+
+
+def run_job() -> None:
+    """Run the job of a multirun that hydra has composed as a program of its own: no process group, environment variable
+    or CUDA context of one job reaches the next one, and ranks that the job starts run that job alone.
+
+    Raises:
+        ConfigError: torchrun or SLURM started this process.
+        HeteroError: the job failed.
+    """
+    config = HydraConfig.get()
+    if external():
+        raise ConfigError("the jobs of a multirun start their own processes; start it without torchrun or srun")
+    command = [sys.executable, "-m", f"recipes.{config.job.name}", f"--config-name={config.job.config_name}"]
+    command += [f"--config-dir={one.path}" for one in config.runtime.config_sources if one.provider == "command-line"]
+    command += [override for override in config.overrides.hydra if not override.startswith(OF_MULTIRUN)]
+    command += [*config.overrides.task, f'hydra.run.dir="{run_folder()}"']
+    group = "/".join(run_folder().parts[-3:-1])  # date and time
+    process = subprocess.Popen(command, env={"WANDB_RUN_GROUP": group, **os.environ})
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())  # the job saves a checkpoint
+    code = process.wait()
+    if code in (-signal.SIGTERM, 128 + signal.SIGTERM):
+        sys.exit(128 + signal.SIGTERM)
+    if code:
+        raise HeteroError(f"job {config.job.num} of {run_folder().parent} ended with code {code}; its message is above")
+
+
 def fail(error: HeteroError) -> NoReturn:
     """Print the message, once over all ranks, and end this process."""
     sys.stdout.flush()
     if rank():
         time.sleep(PATIENCE)
     print(f"\nerror: {error}", file=sys.stderr, flush=True)
-    os._exit(1)  # not sys.exit: threads of a process group must not hold the end up
+    os._exit(1)  # not sys.exit, which waits for threads of the process group
 
 
 def told_to_end(*, trains: bool) -> NoReturn:
-    """Say, once over all ranks, that SIGTERM ended this and how a training run goes on; end with that signal's code."""
+    """Print, once over all ranks, that SIGTERM ended this run and how to continue training; exit with code 143."""
     if not rank():
         how = f"; {command('recipes.train', resume=run_folder())} goes on" if trains else ""
         print(f"\nerror: ended by SIGTERM{how}", file=sys.stderr)
     sys.exit(128 + signal.SIGTERM)
 
 
-def _saved(arguments: list[str]) -> DictConfig | None:
-    """Configuration of the run that a command line names, if it does."""
-    given = [a.partition("=")[2].strip("'\"") for a in arguments if a.startswith(("resume=", "run="))]
-    with suppress(ConfigError):
-        return OmegaConf.load(folder_of(given[-1]) / SAVED) if given else None  # type: ignore[return-value]
-    return None
+def choices(*groups: str) -> str:
+    """List the options of some groups of the configuration, one line each. Data sets that are statistics alone are left
+    out where no cluster can be chosen: they serve to plan.
+    """
+    loader = GlobalHydra.instance().config_loader()
+    options = {group: loader.get_group_options(group) for group in groups}
+    if "cluster" not in groups:
+        plans = [path.stem for path in Path(CONF, "data").glob("*.yaml") if "\nsample:" in path.read_text()]
+        options["data"] = [name for name in options["data"] if name not in plans]
+    return "\n".join(f"{group}: {', '.join(sorted(names))}" for group, names in options.items())
+
+
+OmegaConf.register_new_resolver("choices", choices, replace=True)
 
 
 # ---- run folders -----------------------------------------------------------------------------------------------------
 
 
 def run_folder() -> Path:
-    """Of this run."""
+    """Return the folder of this run."""
     return Path(HydraConfig.get().runtime.output_dir)
 
 
 def resumed(arguments: list[str]) -> str:
-    """What ``resume=`` names on a command line; empty: nothing."""
-    given = [a.removeprefix("resume=").strip("'\"") for a in arguments if a.startswith("resume=")]
-    return given[-1] if given and given[-1] != "null" else ""
+    """Return what ``resume=`` names on a command line; empty: nothing."""
+    runs = [a.removeprefix("resume=").strip("'\"") for a in arguments if a.startswith("resume=")]
+    return runs[-1] if runs and runs[-1] != "null" else ""
 
 
 def with_run_folder(arguments: list[str], outputs: str = "outputs") -> list[str]:
-    """Command-line arguments with ``hydra.run.dir`` where hydra's own choice would not do: when resuming, and where
-    every rank composes its configuration at another second.
+    """Add ``hydra.run.dir`` to the arguments of a run that is resumed, and of ranks that torchrun or srun started: by
+    hydra's own default each rank would name the folder by the second of its start.
 
     Raises:
-        ConfigError: ``resume=`` names neither a run folder nor a checkpoint in one, or does not go with the rest.
+        ConfigError: ``resume=`` names neither a run folder nor a checkpoint in one, or contradicts another argument.
     """
     given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     added = []
     if resume := resumed(arguments):
         folder, other = folder_of(resume), given.get("hydra.run.dir", "").strip("'\"")
         if {"-m", "--multirun"} & set(arguments) or given.get("hydra.mode") == "MULTIRUN":
-            raise ConfigError(f"resume={resume}: jobs of a sweep are new runs; go on with one run, without -m")
+            raise ConfigError(f"resume={resume}: jobs of a multirun are new runs; resume a single run, without -m")
         if other and Path(other).expanduser().resolve() != folder.resolve():
-            raise ConfigError(f"resume={resume}: a run goes on in its own folder; leave out hydra.run.dir={other}")
+            raise ConfigError(f"resume={resume}: a run continues in its own folder; leave out hydra.run.dir={other}")
         added += [f'hydra.run.dir="{folder}"', "hydra.output_subdir=null"]
     elif (external() or _step() is not None) and not {"hydra.run.dir", "hydra.sweep.dir"} & set(given):
         added.append(f'hydra.run.dir="{_agreed(outputs, arguments)}"')
@@ -196,20 +221,25 @@ def with_run_folder(arguments: list[str], outputs: str = "outputs") -> list[str]
 
 
 NO_EXPERIMENT = "experiment='none'"
-"""In quotes, as nobody writes it."""
+"""In quotes, which no user writes: this override is ours."""
 
 
 def of_no_experiment(arguments: list[str]) -> list[str]:
-    """Command-line arguments; where they name a run, whose configuration holds, groups that they choose are as in conf/
-    and not as the default experiment changes them.
+    """Leave the default experiment out of a command line that names a run: the run's configuration holds, and a group
+    that the command line chooses means the file of conf/, without the changes of an experiment.
     """
     runs = any(re.match(r"(resume|run)=(?!(null)?$)", argument) for argument in arguments)
     said = any(argument.startswith("experiment=") for argument in arguments)
     return [*arguments, *([NO_EXPERIMENT] if runs and not said else [])]
 
 
+def with_transforms(arguments: list[str]) -> list[str]:
+    """Let ``strategy.transforms.<module>.<name>=<setting>`` add fields: the configuration names no modules there."""
+    return [f"++{argument}" if argument.startswith("strategy.transforms.") else argument for argument in arguments]
+
+
 def with_layout_file(arguments: list[str]) -> list[str]:
-    """Command-line arguments where ``layout=<file>``, as the planner writes it, names a choice that hydra finds.
+    """Replace ``layout=<file>``, as the planner writes it, by an option of the group ``layout`` that hydra finds.
 
     Raises:
         ConfigError: the file does not exist, is not in a folder called layout, or has a name that conf/layout has.
@@ -226,50 +256,20 @@ def with_layout_file(arguments: list[str]) -> list[str]:
         ours = Path(CONF, "layout", file.name)
         if ours.is_file() and not ours.samefile(file):
             raise ConfigError(f"layout={value}: conf/layout has one of this name, which hydra finds first; rename it")
-        said = [a for a in arguments if a.startswith("hydra.searchpath=")]
-        parsed = OverridesParser.create().parse_overrides(said[-1:])
-        others = [path for override in parsed for path in _list(override.value())]
-        found = [f"layout={file.stem}", searchpath([f"file://{file.parent}{ABOVE}", *others])]
-        return [*(a for a in arguments if a not in (argument, *said)), *found]
+        paths = [a for a in arguments if a.startswith("hydra.searchpath=")]
+        (others,) = OverridesParser.create().parse_overrides(paths[-1:] or ["hydra.searchpath=[]"])
+        searched = others.value() if isinstance(others.value(), list) else [others.value()]
+        folders = ",".join(f'"{folder}"' for folder in (f"file://{file.parent}/..", *searched))
+        kept = [a for a in arguments if a not in (argument, *paths)]
+        return [*kept, f"layout={file.stem}", f"hydra.searchpath=[{folders}]"]
     return arguments
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-ABOVE = "/.."
-"""Ends the search path of a layout file, which a command with another one leaves out."""
-
-
-def searchpath(folders: Sequence[str]) -> str:
-    """The override that lets hydra find files in these folders, too."""
-    quoted = ",".join(f'"{folder}"' for folder in folders)
-    return f"hydra.searchpath=[{quoted}]"
-
-
-def searched(run: Path | None = None) -> list[str]:
-    """Absolute folders, besides conf/, that a run's first command line let hydra search, without those of layout files;
-    without a run those of this process.
-    """
-    saved = None if run is None else run / SAVED.with_name("hydra.yaml")
-    if saved is None:
-        runtime = HydraConfig.get().runtime if HydraConfig.initialized() else None
-    else:
-        runtime = OmegaConf.select(OmegaConf.load(saved), "hydra.runtime") if saved.is_file() else None
-    sources = runtime.config_sources if runtime is not None else []
-    found = [
-        f"{one.schema}://{Path(runtime.cwd, one.path) if one.schema == 'file' else one.path}"
-        for one in sources
-        if "command-line" in one.provider
-    ]
-    return [folder for folder in found if not folder.endswith(ABOVE)]
-
-
 def _agreed(outputs: str, arguments: Sequence[str]) -> str:
-    """A run folder that rank 0 names for all, by when torchrun began: processes that it starts again have the same. Of
-    processes that srun started, job, step and arguments name it: a job that is queued again has the same, and other
-    runs of a step have others.
+    """Return the run folder that all ranks share.
+
+    Under torchrun rank 0 names it by the time at which torchrun began, so restarted processes find it again. Under srun
+    it is named by job, step and arguments, so a requeued job finds it again and runs of one step do not share it.
     """
     env = os.environ
     if srun():
@@ -283,7 +283,7 @@ def _agreed(outputs: str, arguments: Sequence[str]) -> str:
 
 
 def folder_of(run: str | Path) -> Path:
-    """Run folder of a run folder or of a checkpoint in it, absolute.
+    """Return the absolute run folder of a run folder or of a checkpoint in it.
 
     Raises:
         ConfigError: it is neither.
@@ -298,7 +298,7 @@ def folder_of(run: str | Path) -> Path:
 
 
 def checkpoint_of(run: str | Path, *names: str) -> Path:
-    """The checkpoint that ``run`` is, or the first of ``names`` in its folder that exists.
+    """Return the checkpoint that ``run`` is, or the first of ``names`` in its folder that exists.
 
     Raises:
         CheckpointError: there is none.
@@ -312,7 +312,7 @@ def checkpoint_of(run: str | Path, *names: str) -> Path:
 
 
 def last_checkpoint(run: str | Path) -> Path | None:
-    """The checkpoint that a stopped run goes on from; None: it had written none yet, so it starts at its first step.
+    """Return the checkpoint from which a stopped run continues; None: it wrote none, so it starts at its first step.
 
     Raises:
         CheckpointError: ``run`` names a checkpoint that does not exist.
@@ -326,8 +326,8 @@ def last_checkpoint(run: str | Path) -> Path | None:
 
 
 def saved_before(folder: Path) -> Path | None:
-    """The newest checkpoint in the folder of a job that SLURM has queued again, or of one whose processes torchrun has
-    started again, written since it began; None: there is none, or the job is new.
+    """Return the newest checkpoint of a job that SLURM has queued again, or of one whose processes torchrun has started
+    again, written since torchrun began; None: there is none, or the job is new.
     """
     if torchrun.started():
         since = torchrun.began().timestamp()
@@ -337,7 +337,7 @@ def saved_before(folder: Path) -> Path | None:
 
 
 def _newest(folder: Path, since: float = 0.0) -> Path | None:
-    """The newest checkpoint in a run folder that was written after a time, in seconds."""
+    """Return the newest checkpoint in a run folder that was written after a time in seconds."""
     places = (*folder.glob("checkpoints/last.ckpt*"), *folder.glob("hpc_ckpt_*.ckpt*"))
     whole = (path for path in places if path.is_dir() and path.name.endswith((".ckpt", ".ckpt.old")))
     found = (path for path in whole if path.stat().st_mtime >= since)
@@ -345,42 +345,29 @@ def _newest(folder: Path, since: float = 0.0) -> Path | None:
     return newest and newest.with_name(newest.name.removesuffix(".old"))  # which stands for either
 
 
-GROUPS = ("optimizer", "strategy", "checkpoint", "monitor", "report")
-"""Nodes of the configuration that have the same fields in every run of one version."""
-
-
 def saved_configuration(cfg: DictConfig, run: str | Path) -> DictConfig:
-    """The configuration of a run, with what this command line changes.
+    """Return the configuration of a run with the changes of this command line.
 
     Args:
-        cfg: composed from this command line.
+        cfg: configuration composed from this command line.
         run: run folder or checkpoint.
 
     Raises:
-        ConfigError: the command line changes the experiment, or what the run's configuration has no place for.
+        ConfigError: the command line changes the experiment.
     """
-    text = (folder_of(run) / SAVED).read_text()
-    for old, new in RENAMED.items():
-        text = text.replace(f"_target_: {old}\n", f"_target_: {new}\n")
-    saved = OmegaConf.create(text)
+    saved = OmegaConf.load(folder_of(run) / SAVED)
     assert isinstance(saved, DictConfig)
     said = [override for override in HydraConfig.get().overrides.task if override != NO_EXPERIMENT]
     overrides = OverridesParser.create().parse_overrides(said)
     with open_dict(saved):
-        for name in set(cfg) - set(saved):  # fields of `evaluate`, or of a newer version
+        for name in set(cfg) - set(saved):  # fields of `evaluate` or `plan`
             saved[name] = cfg[name]
-        saved.data.module.pop("language_models", None)  # the model says them
-        if "timeout_minutes" in saved.strategy:
-            saved.strategy.timeout = saved.strategy.pop("timeout_minutes")
-        for name in GROUPS:
-            for field in set(cfg[name]) - set(saved[name]):
-                saved[name][field] = cfg[name][field]
         for override in overrides:
             key = str(override.package or override.key_or_group).replace("/", ".")
             if override.key_or_group == "experiment":
                 raise ConfigError(f"experiment: {run} has its configuration; name the fields to change one by one")
             OmegaConf.update(saved, key, OmegaConf.select(cfg, key), merge=False)
-            if key == "layout":  # a plan's file says these too, and they are for its layouts
+            if key == "layout":  # options that go with the layouts, which a layout file names, too
                 for option, value in _planned(cfg).items():
                     saved.strategy[option] = value
     OmegaConf.set_struct(saved, True)
@@ -388,36 +375,26 @@ def saved_configuration(cfg: DictConfig, run: str | Path) -> DictConfig:
 
 
 def _planned(cfg: DictConfig) -> dict[str, Any]:
-    """Options of the strategy that go with the layouts of this command line, where those are not the run's."""
-    return {option: cfg.strategy[option] for option in ("schedule", "fill", "pieces", "prefetch", "tp_bubbles")} | {
+    """Return the options of the strategy that go with the layouts of this command line."""
+    return {option: cfg.strategy[option] for option in ("schedule", "fill", "pieces")} | {
         option: value
-        for option in ("recompute", "offload", "reshard_after_forward")
+        for option in ("transforms", "reshard_after_forward")
         if (value := cfg.strategy[option]) not in (None, "auto")
     }
 
 
-RENAMED = {
-    "hetero_strategy.monitor.csv_logger": "lightning.pytorch.loggers.CSVLogger",
-    **{
-        f"hetero_strategy.model.{name}": f"hetero_strategy.zoo.{name}"
-        for name in ("siglip2_encoder", "whisper_encoder", "titan_llama", "hf_llama", "hf_qwen3", "flow_decoder")
-    },
-}
-"""Where what saved configurations name as ``_target_`` has moved."""
-
-
 def save_configuration(cfg: DictConfig, folder: Path) -> None:
-    """The run's configuration is what ran last, and its command line what was ever said."""
+    """Save the configuration that runs now, and the overrides of all command lines of the run."""
     if rank() == 0:
         now = [override for override in asked() if not override.startswith("resume=")]
         for content, path in ((cfg, SAVED), (OmegaConf.create([*asked(folder), *now]), ASKED)):
             new = folder / path.with_suffix(".new")
             OmegaConf.save(content, new)
-            new.replace(folder / path)  # whole or not at all: there is no other copy
+            new.replace(folder / path)  # atomic: there is no other copy
 
 
 def asked(run: Path | None = None) -> list[str]:
-    """Overrides of a run's command lines, none where they are not known; without a run those of this process."""
+    """Return the overrides of a run's command lines, if they were saved; without a run those of this process."""
     if run is None:
         said = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
         return [override for override in said if override != NO_EXPERIMENT]
@@ -425,13 +402,13 @@ def asked(run: Path | None = None) -> list[str]:
 
 
 def near(value: object) -> object:
-    """A path relative to the working directory if it lies below it; anything else as it is."""
+    """Return a path relative to the working directory if it lies below it, and any other value unchanged."""
     path = Path(str(value))
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else value
 
 
 def command(module: str, **arguments: object) -> str:
-    """A command line to copy, with paths relative to the working directory where they lie below it."""
+    """Return a command line to copy, with paths relative to the working directory where they lie below it."""
     python = "python" if shutil.which("python") == sys.executable else near(sys.executable)
     shown = [shlex.quote(f"{name}={near(value)}") for name, value in arguments.items()]
     return " ".join([shlex.quote(str(python)), "-m", module, *shown])

@@ -27,7 +27,7 @@ VERSION = 3
 DRAW_VERSION = 2
 RATE = 8000
 SLOT = RATE * 160 // 1000
-"""Samples in which one key lies."""
+"""Audio samples per key."""
 KEYS = "0123456789*#"
 LOW = dict(zip(KEYS, (941, 697, 697, 697, 770, 770, 770, 852, 852, 852, 941, 941), strict=True))
 HIGH = dict(zip(KEYS, (1336, 1209, 1336, 1477, 1209, 1336, 1477, 1209, 1336, 1477, 1209, 1477), strict=True))
@@ -41,23 +41,23 @@ TEXT = "0123456789abcdef"
 def write_digits(
     folder: str | Path, *, train: int = 6000, val: int = 500, test: int = 0, seed: int = 0, progress: bool = True
 ) -> Path:
-    """Write ``train.json``, ``val.json``, ``test.json``, ``tokenizer.json``, ``images/`` and ``audio/`` to a folder,
-    all or nothing.
+    """Write ``train.json``, ``val.json``, ``test.json``, ``tokenizer.json``, ``images/`` and ``audio/`` to a folder
+    that appears only when it is complete.
 
     A quarter each of the samples has an image, a recording, both, or neither. A folder written with the same settings
     is kept as it is.
 
     Args:
-        folder: where to; made if missing.
-        train, val, test: numbers of samples; a split of none has no file.
-        seed: of everything random.
+        folder: target folder, created if missing.
+        train, val, test: numbers of samples; a split without samples has no file.
+        seed: seed of all draws.
         progress: show a progress bar.
 
     Returns:
         The folder.
 
     Raises:
-        DataError: the folder holds something else.
+        DataError: the folder holds other files.
     """
     stamp = {"data": "digits", "version": VERSION, "train": train, "val": val, "test": test, "seed": seed}
     return _write(Path(folder), stamp, ("images", "audio"), SPECIALS, _sample, progress)
@@ -66,8 +66,8 @@ def write_digits(
 def write_digits_draw(
     folder: str | Path, *, train: int = 4000, val: int = 300, test: int = 0, seed: int = 0, progress: bool = True
 ) -> Path:
-    """Write ``train.json``, ``val.json``, ``test.json``, ``tokenizer.json``, ``images/`` and ``digits/`` to a folder,
-    all or nothing.
+    """Write ``train.json``, ``val.json``, ``test.json``, ``tokenizer.json``, ``images/`` and ``digits/`` to a folder
+    that appears only when it is complete.
 
     A third each of the samples reads 1 to 3 digits from an image, draws 1 or 2 digits that are named, and draws 1 or 2
     digits that an image shows. Every drawing is an 8x8 picture of one digit, another one than the image shows; its
@@ -91,14 +91,12 @@ def _write(
 ) -> Path:
     counts, seed = {split: int(str(stamp[split])) for split in ("train", "val", "test")}, int(str(stamp["seed"]))
     if folder.is_dir() and any(folder.iterdir()):
-        found = folder / "digits.json"
-        if found.is_file() and json.loads(found.read_text()) == stamp:
+        written = folder / "digits.json"
+        if written.is_file() and json.loads(written.read_text()) == stamp:
             return folder
         raise DataError(
             f"{folder}: holds other files or digits with other settings; delete it or choose another folder"
         )
-    if folder.is_dir():
-        folder.rmdir()
     digits = split_digits(seed)
     total = sum(counts.values())
     with atomic_folder(folder) as new, tqdm(total=total, desc="write digits", disable=not progress) as bar:
@@ -118,8 +116,8 @@ def _write(
 
 
 def split_digits(seed: int = 0) -> dict[str, Digits]:
-    """split -> (images uint8 [n, 8, 8] of 0..16, labels [n]); a tenth each is for validation and test, and none is in
-    two splits.
+    """Return split -> (images uint8 [n, 8, 8] of 0..16, labels [n]). Validation and test have a tenth each; no image
+    is in two splits.
     """
     from sklearn.datasets import load_digits
 
@@ -171,13 +169,13 @@ def _drawing_sample(folder: Path, name: str, digits: Digits, rng: np.random.Gene
 
 
 def _other(number: int, digits: Digits, rng: np.random.Generator) -> int:
-    """Another picture of the same digit."""
+    """Choose another picture of the same digit."""
     same = np.flatnonzero(digits[1] == digits[1][number])
     return int(rng.choice(same[same != number]))
 
 
 def _digit(folder: Path, split: str, digits: Digits, number: int) -> str:
-    """File of one digit, written on first use."""
+    """Return the file of one digit, which is written on first use."""
     name = f"digits/{split}-{number:04d}-{digits[1][number]}.png"
     if not (folder / name).is_file():
         Image.fromarray(digits[0][number] * 15).save(folder / name, compress_level=1)
@@ -185,12 +183,12 @@ def _digit(folder: Path, split: str, digits: Digits, number: int) -> str:
 
 
 def _strip(digits: np.ndarray) -> np.ndarray:
-    """uint8 [16, 16 n]: digits [n, 8, 8] doubled, side by side."""
+    """Return digits [n, 8, 8] doubled and side by side, uint8 [16, 16 n]."""
     return np.concatenate([np.kron(digit, np.ones((2, 2), np.uint8)) * 15 for digit in digits], axis=1)
 
 
 def _tones(keys: list[str], rng: np.random.Generator) -> np.ndarray:
-    """float [n] in -1..1: per key a slot of 160 ms in which it sounds for 80 to 120 ms, 20 ms from the ends or more."""
+    """Return audio float [n] in -1..1; a key sounds 80 to 120 ms of its slot of 160 ms, 20 ms or more off its ends."""
     margin = RATE * 20 // 1000
     clean = np.zeros(SLOT * len(keys))
     for number, key in enumerate(keys):
@@ -212,7 +210,7 @@ def _write_wave(path: Path, samples: np.ndarray) -> None:
 
 
 def _tokenizer(specials: tuple[str, ...]) -> Tokenizer:
-    """One token per printable ASCII character and newline."""
+    """Make a tokenizer with one token per printable ASCII character and newline."""
     characters = "\n" + "".join(chr(c) for c in range(32, 127))
     vocabulary = {token: number for number, token in enumerate((*specials, *characters))}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))

@@ -1,4 +1,4 @@
-"""What generators drew in validation or test: as pictures beside what was asked for, and judged."""
+"""Drawings of generators in validation or test: as pictures beside their targets, and judged."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ import numpy as np
 from PIL import Image
 
 from hetero_strategy.data.build_index import DatasetIndex
-from hetero_strategy.data.targets import ImageTarget
+from hetero_strategy.data.media import ImageTarget
 from hetero_strategy.errors import DataError
 from hetero_strategy.loading.batch import Batch
 from recipes.digits import split_digits
 
 
 class Drawing(NamedTuple):
-    """One drawn item."""
+    """An item that a generator drew."""
 
     sample: int
-    """Data set index of its sample."""
+    """Data set index of the sample."""
     target: Path
-    """File that it was trained towards."""
+    """File with the target picture."""
     pixels: np.ndarray
     """uint8 ``[height, width, channels]``."""
 
 
 class Judge(Protocol):
-    """Says whether drawings are what was asked for."""
+    """A function that says which drawings are right."""
 
     def __call__(self, drawings: Sequence[Drawing]) -> np.ndarray:
-        """bool ``[drawings]``."""
+        """Return bool ``[drawings]``."""
 
 
 class DigitJudge:
-    """Reads 8x8 drawings with a classifier that has seen scikit-learn's digits, but none of validation's and test's.
+    """A judge that reads 8x8 drawings with a classifier, trained on scikit-learn's digits of the training split.
 
-    The digit that was asked for ends the name of the target's file; see `write_digits_draw`.
+    The name of the target's file ends with the digit that was asked for; see `write_digits_draw`.
 
     Args:
-        seed: of the data set, which decides the digits for training.
+        seed: seed of the data set, which decides the digits of the training split.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -52,7 +52,7 @@ class DigitJudge:
         self._classifier = SVC(gamma=0.001).fit(images.reshape(len(images), -1), labels)
         images, labels = splits["test"]
         self.accuracy = float(self._classifier.score(images.reshape(len(images), -1), labels))
-        """On test digits that people wrote: what a perfect drawer could reach."""
+        """Accuracy on handwritten test digits: the score that perfect drawings could reach."""
 
     def __call__(self, drawings: Sequence[Drawing]) -> np.ndarray:
         if not drawings:
@@ -73,15 +73,15 @@ def _asked(target: Path) -> str:
 
 
 def drawings_of(batch: Batch, drawn: dict[str, Any], index: DatasetIndex, processors: dict[str, Any]) -> list[Drawing]:
-    """Drawings of one batch, without those of samples that were skipped.
+    """Return the drawings of one batch, without those of skipped samples.
 
     Args:
-        batch: as it was validated.
+        batch: validated batch.
         drawn: generator -> ``[target rows of the batch, feature]``; see `ModelOutput`.
-        index: of the data set.
-        processors: by module name.
+        index: index of the data set.
+        processors: module -> its processor.
     """
-    found = []
+    drawings = []
     for generator, values in drawn.items():
         processor = processors[generator]
         if not isinstance(processor, ImageTarget):
@@ -96,12 +96,12 @@ def drawings_of(batch: Batch, drawn: dict[str, Any], index: DatasetIndex, proces
                 continue
             sample = int(batch.plan.samples[items.sample[place]])
             pixels = processor.pixels(parts[place], sizes[item])
-            found.append(Drawing(sample, index.path(generator, item), pixels))
-    return found
+            drawings.append(Drawing(sample, index.path(generator, item), pixels))
+    return drawings
 
 
 def draw_grid(drawings: Sequence[Drawing], right: np.ndarray | None, path: Path, *, columns: int = 16) -> None:
-    """A PNG with every drawing below its target; what a judge found wrong has a red bar under it."""
+    """Write a PNG with every drawing below its target, and a red bar under each drawing that is wrong."""
     height = max(d.pixels.shape[0] for d in drawings)
     width = max(d.pixels.shape[1] for d in drawings)
     gap, bar = max(1, width // 8), 2

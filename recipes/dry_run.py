@@ -1,4 +1,4 @@
-"""What a dry run found, in the terminal."""
+"""Print the result of a dry run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from recipes import terminal
 CATEGORIES = ("parameters", "buffers", "gradients", "states", "gathered", "rows")
 COUNTS = ("groups", "channels", "meets", "pieces", "actions", "transfers", "MB in a node", "MB between nodes")
 SHOWN = 20
-"""Faults."""
+"""Faults that are printed."""
 WIDTH = 110
-"""Columns, where the terminal says fewer: a cut figure is worth nothing."""
+"""Least number of columns: a narrow terminal would cut figures."""
 
 
 def report(found: DryRun) -> None:
-    """Print a row for every set of ranks that host the same stages, of its rank with the most bytes; then faults."""
+    """Print a row for each set of ranks with the same stages, for its rank with the most bytes; then the faults."""
     console = terminal.console()
     console.width = max(console.width, WIDTH)
     lanes: dict[int, list[BuiltRank]] = {}
@@ -52,7 +52,7 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def _counts(ranks: Sequence[BuiltRank]) -> list[str]:
-    """Of the rank that has most of each."""
+    """Return the highest of each count over the ranks."""
     programs = [program for one in ranks for program in one.programs]
     sent = [traffic for one in ranks for traffic in one.sent]
     counts = [

@@ -6,17 +6,15 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.monitor import LogConfiguration
-from hetero_strategy.strategy import HeteroStrategy
 from recipes import build, cli
-from recipes.lit import LitMultimodal
+from recipes.lit import LitMultimodal, LogConfiguration
 from recipes.printed import print_report
 from recipes.report import Readback, evaluate_checkpoint, save, summarize
 from recipes.terminal import ProgressBar
 
 
 def evaluate(cfg: DictConfig) -> None:
-    """Print the report of one checkpoint, and write it to this command's own folder and to the run's kind of logger."""
+    """Evaluate one checkpoint; print the report and write it to this command's own folder and to the run's logger."""
     run = cfg.run
     if not run:
         raise ConfigError("run is missing: python -m recipes.evaluate run=outputs/<date>/<time>")
@@ -33,14 +31,14 @@ def evaluate(cfg: DictConfig) -> None:
 
     module = LitMultimodal(make_model, cfg.optimizer)
     readback = Readback(cfg.report.examples, build.judge(cfg))
-    said = {"configuration": OmegaConf.to_container(cfg, resolve=True), "checkpoint": str(checkpoint)}
+    configuration = {"configuration": OmegaConf.to_container(cfg, resolve=True), "checkpoint": str(checkpoint)}
     trainer = build.trainer(
         cfg,
         placed,
         default_root_dir=folder,
-        strategy=build.call("strategy", cfg.strategy, HeteroStrategy, layouts=placed.layouts),
+        strategy=build.strategy(cfg, placed.layouts),
         logger=hydra.utils.instantiate(cfg.logger) if cfg.logger else False,
-        callbacks=[readback, LogConfiguration(said), *([ProgressBar()] if cfg.monitor.progress_bar else [])],
+        callbacks=[readback, LogConfiguration(configuration), *([ProgressBar()] if cfg.monitor.progress_bar else [])],
         enable_progress_bar=cfg.monitor.progress_bar,
         enable_checkpointing=False,
     )

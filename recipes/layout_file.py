@@ -11,56 +11,52 @@ from typing import Any
 import yaml
 
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.parallelize.transforms import settings
 from hetero_strategy.planner.evaluate import Placed
 from recipes import cli
 
-OPTIONS = ("schedule", "recompute", "offload", "reshard_after_forward", "fill", "pieces", "prefetch", "tp_bubbles")
+OPTIONS = ("schedule", "transforms", "reshard_after_forward", "fill", "pieces")
 IN_FILE = ("layout", "resume", "data.module.microbatches", *(f"strategy.{name}" for name in OPTIONS))
-"""Beginnings of what a command line need not say beside a layout file."""
+"""Beginnings of overrides that the command of a layout file leaves out, as the file has them."""
 
 
 def train_with(
     file: Path, microbatches: int, *, own: Sequence[str] = (), run: Path | None = None, nodes: int = 1
 ) -> str:
-    """The command that trains what this program was asked for with the layouts of a file, and without what that says.
+    """Return the command that trains with a layout file and with the other overrides of this program.
 
     Args:
-        microbatches: said by the file, too, whose value an ``experiment`` may replace.
+        microbatches: number of the file, repeated because an ``experiment`` would replace it.
         own: fields of this program that training does not have.
-        run: folder of a run whose configuration this program took; this command line changed it.
-        nodes: said where there are several and ``own`` names those of the run.
+        run: folder of the run whose configuration this program plans for.
+        nodes: number of nodes, named in the command if there are several.
     """
-    every = [*(cli.asked(run) if run else ()), *cli.asked()]
-    given = [*dict.fromkeys(reversed(every))][::-1]  # of what is said twice the last counts
-    folders = [*dict.fromkeys([*cli.searched(), *(cli.searched(run) if run else ())])]
+    overrides = [*(cli.asked(run) if run else ()), *cli.asked()]
+    overrides = [*dict.fromkeys(reversed(overrides))][::-1]  # the last of two equal overrides stays
     left_out = (*IN_FILE, *(f"{name}{mark}" for name in own for mark in "=."))
-    kept = [shlex.quote(override) for override in given if not override.lstrip("+~").startswith(left_out)]
-    said = [shlex.quote(cli.searchpath(folders))] if folders else []
-    said += [f"trainer.num_nodes={nodes}"] if nodes > 1 else []
-    said += [f"layout={shlex.quote(str(cli.near(file)))}", f"data.module.microbatches={microbatches}"]
-    return " ".join([cli.command("recipes.train"), *kept, *said])
+    kept = [shlex.quote(override) for override in overrides if not override.lstrip("+~").startswith(left_out)]
+    added = [f"trainer.num_nodes={nodes}"] if nodes > 1 else []
+    added += [f"layout={shlex.quote(str(cli.near(file)))}", f"data.module.microbatches={microbatches}"]
+    return " ".join([cli.command("recipes.train"), *kept, *added])
 
 
 def write_layout(path: Path, placed: Placed, what: str, command: str | None) -> Path:
-    """Write layouts, schedule, recompute, offload, when weights are freed and, for data that trains, the microbatches.
+    """Write layouts, schedule, transforms, when weights are freed and, for real data, the microbatches.
 
     Args:
-        what: the first line says it.
-        command: that trains with the file, for the second line; None: the data do not train.
+        what: text of the first line.
+        command: command that trains with the file, for the second line; None: the data are statistics alone.
     """
     candidate, scheduling = placed.candidate, placed.scheduling
     strategy: dict[str, Any] = {"schedule": scheduling.schedule}
-    if candidate.recompute:
-        strategy["recompute"] = {name: str(how) for name, how in candidate.recompute.items()}
-    if candidate.offload:
-        strategy["offload"] = {name: str(how) for name, how in candidate.offload.items()}
+    if of := settings(candidate.transforms):
+        strategy["transforms"] = of
     if scheduling.reshard_after_forward != "auto":
         strategy["reshard_after_forward"] = scheduling.reshard_after_forward
     if placed.graph.apart and scheduling.fills:
         strategy["fill"] = scheduling.fill
-    for option, by_module in (("pieces", scheduling.pieces), ("prefetch", scheduling.prefetch)):
-        if by_module:
-            strategy[option] = dict(by_module)
+    if scheduling.pieces:
+        strategy["pieces"] = dict(scheduling.pieces)
     content: dict[str, Any] = {
         "layout": {name: _fields(x) for name, x in placed.scheduling.uncut(placed.placement.layouts).items()},
         "strategy": strategy,
@@ -77,15 +73,15 @@ def write_layout(path: Path, placed: Placed, what: str, command: str | None) -> 
 
 
 def _fields(layout: ModuleLayout) -> dict[str, Any]:
-    """What is not default."""
-    given: dict[str, Any] = {"ranks": _ranks(layout.ranks), "dp_shard": layout.dp_shard}
+    """Return the fields that differ from their defaults."""
+    chosen: dict[str, Any] = {"ranks": _ranks(layout.ranks), "dp_shard": layout.dp_shard}
     for field in fields(layout):
         value = getattr(layout, field.name)
         if field.name == "split" and layout.pipeline.stages == 1:
             continue
-        if field.name not in given and value != field.default:
-            given[field.name] = list(value) if isinstance(value, tuple) else value
-    return given
+        if field.name not in chosen and value != field.default:
+            chosen[field.name] = list(value) if isinstance(value, tuple) else value
+    return chosen
 
 
 def _ranks(ranks: Sequence[int]) -> list[int] | int:

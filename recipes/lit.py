@@ -1,4 +1,4 @@
-"""The LightningModule of all recipes, an ordinary one, and its optimizer and checkpoints."""
+"""The LightningModule of all recipes, its optimizer and its checkpoints."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model import MultimodalModel
 
 CONFIGURED = ("initial_lr", "betas", "weight_decay")
-"""Options of a group of parameters that a checkpoint has, too."""
+"""Options of a parameter group that a checkpoint stores, too."""
 
 
 class LitMultimodal(L.LightningModule):
-    """A multimodal language model that learns to answer.
+    """A LightningModule that trains a multimodal language model to answer.
 
     Args:
-        make_model: called once per process, in `configure_model`.
+        make_model: function that builds the model; `configure_model` calls it once per process.
         optimizer: arguments of :func:`adamw_cosine`.
     """
 
@@ -39,49 +39,49 @@ class LitMultimodal(L.LightningModule):
         self.optimizer = dict(optimizer)
         self.model: MultimodalModel | None = None
         self._sums: dict[str, tuple[torch.Tensor, int]] = {}
-        """Of an evaluation: what is logged of it -> its sum over what it counts, and how much that is."""
+        """Name of a logged mean -> weighted sum over the evaluation so far, and sum of the weights."""
 
     def configure_model(self) -> None:
-        """Build the model where the strategy wants it."""
+        """Build the model, when and on the device that the strategy chooses."""
         if self.model is None:
             self.model = self.make_model()
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Loss of a global batch."""
+        """Return the loss of a global batch."""
         out = self.model(batch)
         self.log("train/loss", out.loss)  # with prog_bar=True every step would wait for the device
         self.log("train/accuracy", out.accuracy)
-        if len(out.losses) > 1:  # the share of every module
+        if len(out.losses) > 1:  # one loss per module
             self.log_dict({f"train/loss_{name}": share.detach() for name, share in out.losses.items()})
         return out.loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        """Loss and exact match; predicted tokens and drawings are for callbacks."""
+        """Count loss and exact match; return predicted tokens and drawings to callbacks."""
         return self._evaluate(batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        """The same of samples that choose no checkpoint."""
+        """Evaluate samples of the test split, which choose no checkpoint."""
         return self._evaluate(batch)
 
     def on_validation_epoch_start(self) -> None:
-        """Nothing is counted yet."""
+        """Reset the sums."""
         self._sums = {}
 
     on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
-        """Log the loss per loss token, and per target element of a generator, whatever batches these came in."""
+        """Log means over the whole split: the loss per loss token, and per target element of a generator."""
         self._log_evaluation("val")
 
     def on_test_epoch_end(self) -> None:
-        """The same of the test."""
+        """Log the means of the test split."""
         self._log_evaluation("test")
 
     def _evaluate(self, batch: Batch) -> dict[str, Any]:
         out = self.model(batch)
-        found = {f"loss_{name}": (share, out.counts[name]) for name, share in out.losses.items()}
-        found["exact_match"] = out.exact_match, out.labelled_samples
-        for name, (mean, count) in found.items():
+        means = {f"loss_{name}": (loss, out.counts[name]) for name, loss in out.losses.items()}
+        means["exact_match"] = out.exact_match, out.labelled_samples
+        for name, (mean, count) in means.items():
             total, counted = self._sums.get(name, (0.0, 0))
             self._sums[name] = total + mean.detach().double() * count, counted + count
         return {"predictions": out.predictions, "drawn": out.drawn}
@@ -95,7 +95,7 @@ class LitMultimodal(L.LightningModule):
             self.log_dict({f"{stage}/{name}": mean for name, mean in means.items()}, sync_dist=True)
 
     def on_train_start(self) -> None:
-        """What is configured holds, also where the checkpoint that a run goes on from has it otherwise."""
+        """Set the configured options of the optimizer, which may differ from those of the loaded checkpoint."""
         (optimizer,), (config,) = self.trainer.optimizers, self.trainer.lr_scheduler_configs
         scheduler = config.scheduler
         assert isinstance(scheduler, LambdaLR)
@@ -106,7 +106,7 @@ class LitMultimodal(L.LightningModule):
             group.update(options, lr=lr)
 
     def configure_optimizers(self) -> Any:
-        """AdamW, with warm-up and cosine decay over all steps of the run."""
+        """Return AdamW, with warm-up and cosine decay over all steps of the run."""
         steps = self.trainer.estimated_stepping_batches
         if not math.isfinite(steps):
             raise ConfigError("trainer: the learning rate decays over the run, so give max_steps or max_epochs")
@@ -115,29 +115,19 @@ class LitMultimodal(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def logged(losses: Sequence[str]) -> list[str]:
-    """What :class:`LitMultimodal` logs of a model whose modules have these losses: what may choose a checkpoint."""
-    shares = [f"loss_{name}" for name in losses if len(losses) > 1]
-    names = [f"val/{name}" for name in ("loss", "exact_match", *shares)]
-    return [*names, *(f"train/{name}" for name in ("loss", "accuracy", *shares))]
-
-
 class MovableCheckpoint(ModelCheckpoint):
-    """A checkpoint that a run finds again after its folder was moved. Of equal scores the last one is the best."""
+    """A ModelCheckpoint whose files are found again after the run folder was moved, and that prefers the later of two
+    equal scores.
+    """
 
     def check_monitor_top_k(self, trainer: L.Trainer, current: torch.Tensor | None = None) -> bool:
-        """Otherwise a metric that is 0 for long, such as an exact match, would keep the weights of the beginning."""
+        """Replace the best checkpoint by one of equal score: an exact match may stay 0 for many validations."""
         best = self.best_k_models.get(self.kth_best_model_path)
         equal = best is not None and trainer.strategy.reduce_boolean_decision(bool(current == best))
         return equal or super().check_monitor_top_k(trainer, current)
 
-    @property
-    def state_key(self) -> str:
-        """Lightning's, by which runs have saved it before."""
-        return super().state_key.replace(f"{MovableCheckpoint.__qualname__}{{", f"{ModelCheckpoint.__qualname__}{{")
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Paths lead to where the folder is now; where the best one did not come along, another one is chosen."""
+        """Load paths as they are in the folder's present place. If the best checkpoint is gone, forget its score."""
         before, now = Path(state_dict["dirpath"]), Path(str(self.dirpath))
 
         def here(path: str) -> str:
@@ -152,23 +142,23 @@ class MovableCheckpoint(ModelCheckpoint):
 
 
 class LastCheckpoint(MovableCheckpoint):
-    """A checkpoint to go on from, every so many steps and after the last one of the run, whatever ends it; where
-    validation comes after the step, it is saved after that.
+    """A checkpoint to resume from, saved every ``every_n_train_steps`` and after the last step of the run, for whatever
+    reason it ends. If a validation follows the step, the checkpoint is saved after the validation.
 
-    Saved before, it would lose a validation: Lightning goes on with the next step, and neither the callback that keeps
-    the best checkpoint nor a scheduler would hear of what it said. Callbacks that choose by validation come before this
-    one.
+    A checkpoint saved before it would lose the validation: a resumed run starts with the next step, so neither the
+    callback that keeps the best checkpoint nor a scheduler would see its result. Callbacks that choose by validation
+    come before this one.
     """
 
     _asked = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nobody has asked this run to end."""
+        """Forget a request to stop from an earlier run."""
         self._asked = False
         super().on_train_start(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Save, or let `on_validation_end` do it."""
+        """Save, or leave it to `on_validation_end`."""
         self._to_end_of_window(trainer)
         loop = trainer.fit_loop
         if loop.epoch_loop._should_accumulate():
@@ -176,43 +166,39 @@ class LastCheckpoint(MovableCheckpoint):
         ends, val_loop = run_ends(trainer), loop.epoch_loop.val_loop
         if not ends and trainer.global_step % self._every_n_train_steps:
             return
-        validated = not (val_loop._combined_loader is not None and val_loop.skip)  # otherwise there is no such data
+        validated = not (val_loop._combined_loader is not None and val_loop.skip)  # without validation data
         if validated and loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
-            self._defer_save_until_validation = True  # ModelCheckpoint's own, for metrics that only validation has
+            self._defer_save_until_validation = True  # ModelCheckpoint has it for metrics that only validation logs
         elif not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save if it is due, or if validation has ended the run."""
+        """Save if a save is due, or if the validation ended the run."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._to_end_of_window(trainer)
             self._defer_save_until_validation |= run_ends(trainer)
         super().on_validation_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save where the run ends with this epoch and none of its batches knew, or where no validation came."""
+        """Save if the run ends with this epoch, unforeseen by its last batch, or if no validation came."""
         ends = trainer.should_stop and trainer.fit_loop._can_stop_early
         if (ends or self._defer_save_until_validation) and not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
         self._defer_save_until_validation = False
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Save where all ranks were told to end, such as by a scheduler that needs the nodes."""
+        """Save if SIGTERM ended all ranks, such as from a scheduler that needs the nodes."""
         if isinstance(exception, SIGTERMException) and trainer.state.fn == TrainerFn.FITTING:
             super().on_exception(trainer, pl_module, exception)
 
     def _to_end_of_window(self, trainer: L.Trainer) -> None:
-        """Who asks the run to end between batches whose gradients add up waits for the last of them, as no checkpoint
-        holds gradients.
-        """
+        """Delay a request to stop until the accumulated gradients are applied, as no checkpoint holds gradients."""
         self._asked |= trainer.should_stop
         trainer.should_stop = self._asked and not trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 def run_ends(trainer: L.Trainer) -> bool:
-    """Whether the batch that was trained last is the last one of the run, as Lightning will find: by its steps or
-    epochs, or because somebody asked it to stop.
-    """
+    """Return whether Lightning will end the run after the present batch: by steps, epochs or a request to stop."""
     loop = trainer.fit_loop
     steps = _is_max_limit_reached(trainer.global_step, loop.max_steps)
     epochs = _is_max_limit_reached(loop.epoch_progress.current.processed + 1, loop.max_epochs)
@@ -225,12 +211,14 @@ def adamw_cosine(
     steps: int,
     *,
     lr: float,
-    betas: tuple[float, float],
+    betas: Sequence[float],
     weight_decay: float,
     warmup_steps: int,
     final_lr: float,
 ) -> tuple[AdamW, LambdaLR]:
-    """AdamW that decays matrices only; the rate rises linearly, then falls as a cosine to ``final_lr * lr``."""
+    """Return an AdamW that decays matrices only, and a rate that rises linearly, then falls by a cosine to
+    ``final_lr * lr``.
+    """
     trained = [p for p in module.parameters() if p.requires_grad]
     matrices, others = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -243,3 +231,21 @@ def adamw_cosine(
 
     optimizer = AdamW(groups, lr=lr, betas=(betas[0], betas[1]))
     return optimizer, LambdaLR(optimizer, rate)
+
+
+class LogConfiguration(L.Callback):
+    """A callback that logs the run's configuration once, when training or an evaluation starts.
+
+    Args:
+        configuration: nested values ready for JSON. Weights & Biases ignores names that its sweep has set; give such
+            values another name.
+    """
+
+    def __init__(self, configuration: Mapping[str, Any]) -> None:
+        self.configuration = dict(configuration)
+        self._logged = False
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        for logger in () if self._logged else trainer.loggers:
+            logger.log_hyperparams(self.configuration)
+        self._logged = True

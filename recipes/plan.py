@@ -5,8 +5,7 @@ A table of candidates, why the best wins and what limits it, its timeline, and a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,57 +18,53 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from hetero_strategy.errors import ConfigError, HeteroError, LayoutError
-from hetero_strategy.layout.placement import place
+from hetero_strategy.errors import ConfigError, HeteroError, check_types
+from hetero_strategy.layout.spec import place
 from hetero_strategy.loading.steps import check_counts
 from hetero_strategy.model import MultimodalModel
+from hetero_strategy.model.read_spec import spec_of
+from hetero_strategy.monitor.draw import draw_timelines
 from hetero_strategy.monitor.timeline import from_simulation
-from hetero_strategy.monitor.timeline_draw import draw
-from hetero_strategy.parallelize.compile import compiles
-from hetero_strategy.parallelize.offload import offloads
-from hetero_strategy.parallelize.recompute import recomputes
 from hetero_strategy.parallelize.storage import Storage
+from hetero_strategy.parallelize.transforms import read_transforms, recomputed
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepMetadata
-from hetero_strategy.planner.answer import Answer, Ranked
-from hetero_strategy.planner.cluster import Cluster
-from hetero_strategy.planner.evaluate import Candidate, Evaluator, Placed, Step
-from hetero_strategy.planner.explain import Explanation, Unfilled, beside_collectives, explain, unfilled
-from hetero_strategy.planner.from_run import Measured
-from hetero_strategy.planner.given import Given, check_schedule
-from hetero_strategy.planner.memory import KINDS, Memory, MemoryModel
+from hetero_strategy.planner.candidate import Candidate, RunOptions
+from hetero_strategy.planner.evaluate import Placed, Step
+from hetero_strategy.planner.explain import Explanation, Unfilled, explain, unfilled
+from hetero_strategy.planner.ranking import Answer, Ranked
 from hetero_strategy.planner.search import Planner
-from hetero_strategy.planner.shape import shape_of
-from hetero_strategy.planner.times import MIXED, ModuleSeconds, Precision
-from hetero_strategy.planner.variants import Allowed
 from hetero_strategy.profiling.activations import DTYPES
 from hetero_strategy.profiling.cache import memory_model, profile_on
+from hetero_strategy.profiling.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.runtime.memory import size
 from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.strategy.blueprint import beside_kept
+from hetero_strategy.simulator.cluster import Cluster
+from hetero_strategy.simulator.cost_model import MIXED, CostModel, ModuleSeconds, Precision
+from hetero_strategy.simulator.from_run import Measured
+from hetero_strategy.strategy import HeteroStrategy
+from hetero_strategy.strategy.blueprint import Options, beside_kept
 from hetero_strategy.strategy.dry_run import dry_run
-from hetero_strategy.strategy.precision import kept as kept_fp32
+from hetero_strategy.strategy.refusals import check_planned_schedule
 from recipes import build, cli, terminal
 from recipes.dry_run import report
 from recipes.layout_file import train_with, write_layout
 from recipes.terminal import seconds
 
 SHOWN = 8
-AGAIN = 4
-"""Candidates simulated for one more node, besides some of every partition."""
 MOST_RANKS = 64
-"""Ranks of the timeline, spread over all."""
+"""Most ranks that the timeline shows, spread evenly over all."""
 TP = (1, 2, 4, 8)
-"""Degrees of tensor parallelism that a profile measures; others follow from these."""
-OWN_FIELDS = ("cluster", "batches", "simulations", "microbatches", "one_more_node", "run", "profile", "dry_run")
-"""Of conf/plan.yaml, besides those of a training run."""
+"""Degrees of tensor parallelism that a profile measures, from which other degrees are extrapolated."""
+OWN_FIELDS = ("cluster", "batches", "simulations", "microbatches", "run", "profile", "dry_run")
+"""Fields of conf/plan.yaml besides those of a training run."""
 RANKS = ("trainer.devices", "trainer.num_nodes")
-"""Of a run, which a plan for another cluster does not keep."""
+"""Fields of a run that a plan for another cluster replaces."""
 PRECISIONS = {"bf16-mixed": MIXED, "16-mixed": MIXED, "32-true": Precision(4, 4), "64-true": Precision(8, 8)}
 
 
 def plan(cfg: DictConfig) -> None:
-    """Plan, print, write."""
+    """Plan, print the answer and write the layout file."""
     ran = None
     refuse_what_plans_choose()
     if cfg.run:
@@ -77,7 +72,7 @@ def plan(cfg: DictConfig) -> None:
         cfg = cli.saved_configuration(cfg, cfg.run)
     build.check_configuration(cfg, *OWN_FIELDS)
     console = terminal.console()
-    if not console.is_terminal:  # where no bar shows that it goes on
+    if not console.is_terminal:  # which shows no progress bar
         first = "measuring blocks, then " if cfg.profile else ""
         console.print(f"planning    {first}simulating candidates; this may take minutes", soft_wrap=True)
     if "module" in cfg.data:
@@ -87,27 +82,26 @@ def plan(cfg: DictConfig) -> None:
     with torch.device("meta"):
         model = make_model()
     storage = stored(cfg, model)
-    shape, cluster = shape_of(model), hydra.utils.instantiate(cfg.cluster)
+    shape, cluster = spec_of(model), hydra.utils.instantiate(cfg.cluster)
     measured: Mapping[str, ModuleSeconds] = {}
     if cfg.profile:
         measured, cluster = profiled(model, batches, cluster, precision(cfg), console)
     elif ran is not None:
         measured = ran.modules(shape, cluster, precision(cfg))
     planner = Planner(
-        shape,
-        cluster,
+        CostModel(shape, cluster, precision=precision(cfg), measured=measured),
         batches,
         microbatches=microbatches,
         balance=balance,
-        precision=precision(cfg),
         simulations=int(cfg.simulations),
-        measured=measured,
-        allowed=allowed(cfg, model, storage),
+        options=run_options(cfg, model, storage),
     )
-    memory = cache(lambda: memory_model(model.train(), shape, cluster, precision(cfg), planner.estimates.given))
+    given, device = planner.estimates.options, cluster.device.name
+    options: Any = {"accumulates": given.accumulated > 1}
+    memory = cache(lambda: memory_model(model.train(), shape, device, precision(cfg), given.transforms, **options))
     answer = search(planner, console, memory)
     assert answer.best.memory is not None
-    evaluator, step = planner.evaluator, planner.evaluator.shown(answer.best.memory.step.placed)
+    evaluator, step = planner.evaluator, planner.evaluator.shown(planner.evaluator.place(answer.best.candidate))
     folder = cli.run_folder()
     tokens = sum(int(b.tokens.sum()) for b in batches) / len(batches)
     rigid = planner.rigid()
@@ -116,18 +110,16 @@ def plan(cfg: DictConfig) -> None:
     if ran is not None:
         console.print(as_it_ran(ran, cfg, answer, planner), soft_wrap=True)
     found, before = explain(evaluator, step), unfilled(evaluator, step)
-    filled = (*bubbles(found, before), *beside(evaluator, step))
+    filled = bubbles(found, before)
     why = reasons(answer, found, tokens, step.plan.microbatches, times_from(cfg, cluster), rigid)
     for line in (*why, *filled, *needs(answer, cluster)):
-        console.print(line, soft_wrap=True)
-    for line in one_more_node(planner, answer, tokens, memory, console, float(cfg.one_more_node)):
         console.print(line, soft_wrap=True)
     console.print(kept(answer.best.memory))
     file = folder / "layout" / "planned.yaml"
     command = train_command(cfg, file, answer, cluster)
     write_layout(file, step.placed, said(answer, planner), command)
     timeline = from_simulation(step.simulation, MOST_RANKS, before and before.filling)
-    draw(folder / "timeline.png", timeline, title=said(answer, planner))
+    draw_timelines(folder / "timeline.png", timeline, title=said(answer, planner))
     console.print(f"pictures    {cli.near(folder / 'timeline.png')}")
     console.print(f"layout      {cli.near(file)}")
     if cfg.dry_run:
@@ -137,23 +129,21 @@ def plan(cfg: DictConfig) -> None:
 
 
 def train_command(cfg: DictConfig, file: Path, answer: Answer, cluster: Cluster) -> str | None:
-    """Trains in a file's layouts, as what was asked for; None where that says sizes of data in place of data."""
+    """Return the command that trains with the layout file; None for data that are statistics alone."""
     if "module" not in cfg.data:
         return None
-    nodes, run = sum(pool.nodes for pool in cluster.pools), cli.folder_of(cfg.run) if cfg.run else None
-    return train_with(file, answer.best.candidate.microbatches, own=(*OWN_FIELDS, *RANKS), run=run, nodes=nodes)
+    run = cli.folder_of(cfg.run) if cfg.run else None
+    return train_with(file, answer.best.candidate.microbatches, own=(*OWN_FIELDS, *RANKS), run=run, nodes=cluster.nodes)
 
 
 def as_it_ran(ran: Measured, cfg: DictConfig, answer: Answer, planner: Planner) -> str:
-    """What the run's own layouts would take on the cluster that was planned for."""
-    count, said, asked = ran.microbatches, cfg.strategy, planner.estimates.given
+    """Return the line on the time of the run's own layouts, on the cluster of the plan."""
+    count, said, asked = ran.microbatches, cfg.strategy, planner.estimates.options
     pieces = dict(said.pieces or {})
-    early = dict(said.prefetch or {})
-    options = said.schedule, asked.recompute, said.reshard_after_forward, said.fill, pieces, early, asked.offload
-    given = Candidate(ran.layouts, count, *options, tp_bubbles=bool(said.tp_bubbles))
-    given = replace(given, layouts=given.scheduling.uncut(ran.layouts))
+    config = ScheduleConfig(said.schedule, {}, said.reshard_after_forward, said.fill, pieces)
+    given = Candidate.of_run(config, ran.layouts, count, asked.transforms)
     evaluator = planner.evaluator
-    bounds = ScheduleConfig(max_in_flight=said.max_in_flight or {}, islands=said.islands)
+    bounds = ScheduleConfig(max_in_flight=said.max_in_flight or {})
     try:  # as it was scheduled, whatever is asked of plans
         took = evaluator.on(cluster=evaluator.cluster, asked=bounds).seconds(given)
     except HeteroError as error:
@@ -164,7 +154,7 @@ def as_it_ran(ran: Measured, cfg: DictConfig, answer: Answer, planner: Planner) 
 def profiled(
     model: MultimodalModel, batches: Sequence[StepMetadata], cluster: Cluster, precision: Precision, console: Console
 ) -> tuple[Mapping[str, ModuleSeconds], Cluster]:
-    """Seconds of all blocks, and the cluster with what else is measured; see :func:`profile_on`."""
+    """Measure all blocks; return their seconds, and the cluster with measured links; see :func:`profile_on`."""
     with console.status(Text("profile")) as status:
 
         def tell(done: int, total: int, what: str) -> None:
@@ -177,7 +167,7 @@ def profiled(
 
 
 def build_all(model: MultimodalModel, step: Step, planner: Planner, storage: Storage, console: Console) -> None:
-    """Build the plan at its full number of ranks, without them, and print what that finds."""
+    """Build the plan for all its ranks in this process, and print the result."""
     cluster, placed = planner.evaluator.cluster, step.placed
     with console.status(Text("dry run")) as status:
         found = dry_run(
@@ -187,21 +177,17 @@ def build_all(model: MultimodalModel, step: Step, planner: Planner, storage: Sto
             world_size=cluster.ranks,
             ranks_per_node=cluster.ranks_per_node,
             microbatches=step.plan.microbatches,
-            scheduling=placed.scheduling,
-            recompute=placed.candidate.recompute,
-            offload=placed.candidate.offload,
-            compile=planner.estimates.given.compile,
+            options=Options(placed.scheduling, placed.candidate.transforms, storage),
             balance=planner.balance,
-            microbatch_rows=planner.estimates.given.microbatch_rows,
-            storage=storage,
-            memory=cluster.memory,
+            microbatch_rows=planner.estimates.options.microbatch_rows,
+            memory=cluster.device.memory,
             progress=lambda what: status.update(Text(f"dry run: {what}")),
         )
     report(found)
 
 
 def sampled(cfg: DictConfig) -> tuple[list[StepMetadata], int | None, BalanceConfig]:
-    """Global batches of the data, the microbatches that are asked for, and how work is balanced.
+    """Draw global batches of the data; return them with the given number of microbatches and the balance options.
 
     Raises:
         ConfigError: statistics without a global batch, or more microbatches than a global batch has samples.
@@ -221,50 +207,44 @@ def sampled(cfg: DictConfig) -> tuple[list[StepMetadata], int | None, BalanceCon
 
 
 def refuse_what_plans_choose() -> None:
-    """Refuse on the command line what a plan would not keep to.
+    """Refuse fields on the command line that a plan does not keep.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: the command line names such a field.
     """
-    ranks = "plans are for all ranks of cluster"
-    refused = {**dict.fromkeys(RANKS, ranks), "strategy.tp_bubbles": "plans do not choose it"}
     for override in cli.asked():
         name = override.lstrip("+~").partition("=")[0]
-        why = "plans choose layouts" if name.split(".")[0] == "layout" else refused.get(name)
-        if why is not None:
-            raise ConfigError(f"{name}: {why}; leave it out")
+        if name.split(".")[0] == "layout":
+            raise ConfigError(f"{name}: plans choose layouts; leave it out")
+        if name in RANKS:
+            raise ConfigError(f"{name}: plans are for all ranks of cluster; leave it out")
 
 
-def allowed(cfg: DictConfig, model: MultimodalModel, storage: Storage) -> Allowed:
-    """What a run's other options leave to the plan, and keep it to. How a run was scheduled does not: its plans are for
-    other layouts.
+def run_options(cfg: DictConfig, model: MultimodalModel, storage: Storage) -> RunOptions:
+    """Return the options that the plan has to keep. The schedule of a past run does not bind, as it was for other
+    layouts.
     """
     said = cfg.strategy
     if cfg.run:
         here = {override.lstrip("+~").partition("=")[0].removeprefix("strategy.") for override in cli.asked()}
-        usual: dict[str, Any] = {"schedule": "auto", "fill": "auto", "pieces": None, "prefetch": None}
+        usual: dict[str, Any] = {"schedule": "auto", "fill": "auto", "pieces": None}
         said = OmegaConf.merge(said, {option: value for option, value in usual.items() if option not in here})
-    payload = str(cfg.data.module.get("payload", "fetch")) if "module" in cfg.data else "fetch"
-    check_schedule(said.schedule)
+    check_planned_schedule(said.schedule)
     asked = ScheduleConfig(
-        said.schedule, said.max_in_flight or {}, said.reshard_after_forward, said.fill, said.pieces or {},
-        said.prefetch or {}, said.islands,
-    )  # fmt: skip
+        said.schedule, said.max_in_flight or {}, said.reshard_after_forward, said.fill, said.pieces or {}
+    )
     asked = beside_kept(asked, model, storage)
     rows = dict((cfg.data.module.get("encoder_microbatch_rows") if "module" in cfg.data else None) or {})
-    given = Given(
-        recomputes(said.recompute), offloads(said.offload), compiles(said.compile),
-        int(cfg.trainer.get("accumulate_grad_batches") or 1), asked.reshard_after_forward, [*(said.cache or ())],
-        rows,
-    )  # fmt: skip
-    return Allowed.beside(asked, given, payload)
+    transforms = read_transforms(build.fields(said)["transforms"])
+    accumulated = int(cfg.trainer.get("accumulate_grad_batches") or 1)
+    return RunOptions(transforms, accumulated, rows, asked)
 
 
 def precision(cfg: DictConfig) -> Precision:
-    """Bytes of numbers in ``trainer.precision``.
+    """Return the bytes per number of ``trainer.precision``.
 
     Raises:
-        ConfigError: a precision that is not planned for.
+        ConfigError: there are no plans for this precision.
     """
     given = str(cfg.trainer.get("precision") or "32-true")
     if given not in PRECISIONS:
@@ -273,9 +253,10 @@ def precision(cfg: DictConfig) -> Precision:
 
 
 def stored(cfg: DictConfig, model: MultimodalModel) -> Storage:
-    """In which dtypes a run keeps parameters and computes."""
+    """Return the dtypes in which a run keeps parameters and computes."""
     numbers = precision(cfg)
-    made = Storage(DTYPES[numbers.compute], DTYPES[numbers.master], kept_fp32(cfg.strategy.keep_fp32))
+    check_types("HeteroStrategy", HeteroStrategy.__init__, keep_fp32=cfg.strategy.keep_fp32)
+    made = Storage(DTYPES[numbers.compute], DTYPES[numbers.master], tuple(cfg.strategy.keep_fp32 or ()))
     made.check(model.modules_by_name)
     return made
 
@@ -284,11 +265,9 @@ def search(
     planner: Planner,
     console: Console,
     memory: Callable[[], MemoryModel],
-    what: str = "simulating",
-    limit: float = float("inf"),
 ) -> Answer:
-    """Plan with a bar of progress, for so many seconds."""
-    columns = (TextColumn(what, markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    """Plan with a bar of progress."""
+    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console, transient=True) as progress:
         task = progress.add_task("", total=None)
 
@@ -299,12 +278,12 @@ def search(
             progress.update(task, description="activations of all modules' blocks, on tensors without values")
             return memory()
 
-        return planner.plan(advance, measured, limit)
+        return planner.plan(advance, measured)
 
 
 def candidates(answer: Answer, planner: Planner, tokens: float, rigid: Ranked | None = None) -> Table:
-    """The best that were simulated, once each where some differ in nothing that is shown, that with one layout, and
-    Megatron-LM's usual one.
+    """Return a table of the best candidates, the best with one layout for all modules, and Megatron-LM's usual layout.
+    Candidates that would give equal rows share one.
     """
     title = f"{answer.considered} candidates fit on {planner.evaluator.cluster}"
     table = Table(title=f"{title}, {len(answer.ranked)} simulated", title_justify="left")
@@ -322,11 +301,11 @@ def candidates(answer: Answer, planner: Planner, tokens: float, rigid: Ranked | 
 
 
 def row(ranked: Ranked, planner: Planner, tokens: float) -> tuple[str, ...]:
-    """One candidate."""
+    """Return the cells of one candidate."""
     placed = planner.evaluator.place(ranked.candidate)
     table = place(ranked.candidate.layouts, planner.evaluator.cluster.ranks).table()
     where = {module: f"{ranks}\n{degrees}" for module, ranks, degrees in table}
-    again = ranked.candidate.recompute
+    again = {n for n, of in ranked.candidate.transforms.items() if any(recomputed(of, 1))}
     return (
         seconds(ranked.seconds), f"{tokens / ranked.seconds:,.0f}", str(ranked.candidate.microbatches),
         how_it_runs(placed), *(text + ("\nrecomputed" if m in again else "") for m, text in where.items()),
@@ -334,44 +313,42 @@ def row(ranked: Ranked, planner: Planner, tokens: float) -> tuple[str, ...]:
 
 
 def how_it_runs(placed: Placed) -> str:
-    """Schedule, and what of ``fill`` and ``prefetch`` a plan asks for."""
+    """Return the schedule, and what of ``fill`` and ``pieces`` a plan asks for."""
     filled = [f"fill {placed.scheduling.fill}"] if placed.graph.filling and placed.scheduling.fills else []
-    ahead = [f"{name} ahead" for name in placed.scheduling.prefetch]
     pieces = [f"{name} in {count} pieces" for name, count in placed.scheduling.pieces.items()]
-    return "\n".join([placed.scheduling.schedule, *filled, *ahead, *pieces])
+    return "\n".join([placed.scheduling.schedule, *filled, *pieces])
 
 
 def modules(placed: Placed, planner: Planner) -> Table:
-    """Who lives where in the best."""
+    """Return a table of the ranks and the layout of every module of the best candidate."""
     table = Table(title="where each module lives", title_justify="left")
-    for column in ("module", "ranks", "device", "layout", "parameters", "rank-seconds of work a step"):
+    for column in ("module", "ranks", "layout", "parameters", "rank-seconds of work a step"):
         table.add_column(column)
     for name, ranks, degrees in placed.placement.table():
-        on = planner.estimates.on(placed.placement.layouts[name].ranks)
-        devices = ", ".join(pool.device.name for pool in on.cluster.pools)
-        shape, work = planner.evaluator.shape.modules[name], on.work(name, 1)
+        shape, work = planner.evaluator.shape.modules[name], planner.estimates.work(name, 1)
         parameters, _ = shape.held(0, shape.blocks)
         whole = work.total + work.fixed * placed.candidate.microbatches
-        table.add_row(name, ranks, devices, degrees, f"{parameters:,}", f"{whole:,.3g}")
+        table.add_row(name, ranks, degrees, f"{parameters:,}", f"{whole:,.3g}")
     return table
 
 
 def times_from(cfg: DictConfig, cluster: Cluster) -> str:
-    """What predicted seconds rest on; of a CPU a formula knows little."""
+    """Return the source of predicted seconds, with a hint to measure on a CPU."""
     if cfg.profile or cfg.run:
         return "from measured times"
-    cpu = any(pool.device.name == "cpu" for pool in cluster.pools)
+    cpu = cluster.device.name == "cpu"
     return "by formula" + "; profile=true measures blocks on this machine, of which the formula knows little" * cpu
 
 
 def reasons(
     answer: Answer, found: Explanation, tokens: float, drawn: int, how: str, rigid: Ranked | None = None
 ) -> list[str]:
-    """Why the best wins, and what limits it in a step of so many microbatches, which is drawn.
+    """Return the lines that say why the best candidate wins and what limits it.
 
     Args:
-        how: seconds were predicted.
-        rigid: Megatron-LM's usual layout.
+        drawn: number of microbatches in the step that was explained and drawn.
+        how: source of the predicted seconds.
+        rigid: the best of Megatron-LM's usual layouts.
     """
     best, alike = answer.best, answer.homogeneous()
     lines = [f"step        {seconds(best.seconds)} predicted, {tokens / best.seconds:,.0f} tokens/s ({how})"]
@@ -392,7 +369,7 @@ def reasons(
 
 
 def bubbles(found: Explanation, before: Unfilled | None) -> list[str]:
-    """What encoders find to fill, and what is left."""
+    """Return the lines on the bubbles that encoders fill."""
     if before is None:
         return []
     filling = before.filling
@@ -403,74 +380,37 @@ def bubbles(found: Explanation, before: Unfilled | None) -> list[str]:
     return lines
 
 
-def beside(evaluator: Evaluator, step: Step) -> list[str]:
-    """What running encoders in bubbles of tensor parallelism, too, would gain."""
-    found = beside_collectives(evaluator, step)
-    if found is None:
-        return []
-    tp_bubbles, length = found
-    given = ",".join(f"{name}:{share}" for name, share in tp_bubbles.items())
-    took, option = f"{seconds(length)}, {length / step.seconds:.2f} of that", f"tp_bubbles={{{given}}}"
-    return [f"beside      {took}, if encoders also run beside collectives of tensor parallelism: 'strategy.{option}'"]
-
-
 def shares(values: Mapping[Any, float]) -> str:
-    """Shares of the time for a person, without those that are next to nothing."""
+    """Return shares of time as text, without shares below 0.1%."""
     return ", ".join(f"{name} {share:.1%}" for name, share in values.items() if share >= 0.001) or "nothing"
 
 
 def needs(answer: Answer, cluster: Cluster) -> list[str]:
-    """What the rank that needs most memory needs it for."""
+    """Return the line on the memory of the fullest rank."""
     memory = answer.best.memory
     if memory is None:
         return []
-    rank = int((memory.peak / cluster.memory).argmax())
+    rank = int(memory.peak.argmax())
     parts = ", ".join(f"{kind} {size(n)}" for kind, n in zip(KINDS, memory.bytes[:, rank], strict=True) if n)
-    whole = f"{size(memory.peak[rank])} of {size(cluster.memory[rank])}"
+    whole = f"{size(memory.peak[rank])} of {size(cluster.device.memory)}"
     left = f"; {len(answer.too_large)} faster candidates need too much" if answer.too_large else ""
     return [f"memory      {whole} on rank {rank}: {parts}{left}"]
 
 
 def kept(memory: Memory) -> Table:
-    """What every stage keeps from forward until backward."""
+    """Return a table of the activations that every stage keeps from forward until backward."""
     table = Table(title="activations that stages keep, predicted", title_justify="left")
-    for column in ("stage", "a microbatch", "in flight", "together", "recomputed", "in host memory"):
+    for column in ("stage", "a microbatch", "in flight", "together", "in host memory", "transforms"):
         table.add_column(column)
-    for one in memory.kept():
-        host = f"{one.offload}: {size(one.host)} a microbatch" if one.offload else ""
+    for one in memory.kept:
         sizes = size(one.device), str(one.in_flight), size(one.device * one.in_flight)
-        table.add_row(str(one.stage), *sizes, one.recompute, host)
+        transforms = ", ".join(f"{name}: {setting}" for name, setting in one.transforms.items())
+        table.add_row(str(one.stage), *sizes, f"{size(one.host)} a microbatch" if one.host else "", transforms)
     return table
 
 
-def one_more_node(
-    planner: Planner, answer: Answer, tokens: float, memory: Callable[[], MemoryModel], console: Console, limit: float
-) -> Iterator[str]:
-    """What a node more of each pool would buy, and which modules would get its ranks; nothing is said of one node.
-
-    Args:
-        limit: seconds to simulate for each of them; 0: nothing is said.
-    """
-    pools, best = planner.evaluator.cluster.pools, answer.best
-    if not limit or sum(pool.nodes for pool in pools) == 1:
-        return
-    for i, pool in enumerate(pools):
-        node = f"node of {pool.ranks_per_node} x {pool.device.name}"
-        try:
-            found = search(planner.with_node(i, AGAIN), console, memory, f"one more {node}", limit).best
-        except LayoutError:  # of the few that were simulated none fits
-            found = best
-        line = "nothing, of what was simulated"
-        if found.seconds < best.seconds:
-            now, then = ({n: len(layout.ranks) for n, layout in r.candidate.layouts.items()} for r in (best, found))
-            moved = ", ".join(f"{n} {now[n]} -> {then[n]} ranks" for n in now if now[n] != then[n])
-            faster = f"{tokens / found.seconds:,.0f} tokens/s, {best.seconds / found.seconds:.2f} times as fast"
-            line = f"{seconds(found.seconds)} a step, {faster}; {moved or 'as many ranks for each module'}"
-        yield f"one more    {node}: {line}"
-
-
 def said(answer: Answer, planner: Planner) -> str:
-    """What the layout file says of itself."""
+    """Return the first line of the layout file."""
     return f"planned for {planner.evaluator.cluster}: {seconds(answer.best.seconds)} a step predicted"
 
 

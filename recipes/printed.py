@@ -1,53 +1,37 @@
-"""What a run says in the terminal: where modules live as it starts, and its report."""
+"""Print where modules live as a run starts, and its report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from lightning.pytorch.utilities import rank_zero_only
 from rich.table import Table
 from rich.text import Text
 
-from hetero_strategy.layout.placement import Placement
+from hetero_strategy.layout.spec import Placement
 from hetero_strategy.runtime.memory import size
 from recipes import cli, terminal
-from recipes.better import lines as better_lines
-from recipes.terminal import blocks, shown
 
 
 @rank_zero_only
-def print_over(said: str) -> None:
-    """That there is nothing to train."""
-    terminal.console().print(said, soft_wrap=True)
-
-
-@rank_zero_only
-def print_start(placed: Placement | None, folder: Path, checkpoint: Path | None, warnings: Sequence[str] = ()) -> None:
-    """Where every module lives, unless the planner says it later, and how to go on if the run is stopped; what it will
-    not come to.
-    """
+def print_start(placed: Placement | None, folder: Path, checkpoint: Path | None) -> None:
+    """Print where every module lives, unless the planner says so later, and how to continue the run if it stops."""
     console = terminal.console()
     if placed is not None:
         console.print(_placement(placed.table(), f"{placed.world_size} processes", {}))
-    console.print(f"run folder  {_short(folder)}" + (f"   from {_short(checkpoint)}" if checkpoint else ""))
+    console.print(f"run folder  {cli.near(folder)}" + (f"   from {cli.near(checkpoint)}" if checkpoint else ""))
     console.print(f"resume      {cli.command('recipes.train', resume=folder)}", soft_wrap=True)
-    for warning in warnings:
-        console.print(f"warning     {warning}", soft_wrap=True)
 
 
 @rank_zero_only
 def print_report(report: dict[str, Any], folder: Path) -> None:
-    """The report for a person."""
+    """Print the report."""
     console = terminal.console()
     console.rule("examples: each token predicted from the right ones before it")
     for example in report["examples"]:
         for file in map(Path, example["files"]):
-            console.print(shown(file, console.width - 2))
-        for drawn in example["drawn"]:
-            console.print(blocks(np.array(drawn)))
+            console.print(file.name)
         mark = Text("right", "green") if example["exact"] else Text("wrong", "red")
         line = Text(f"{example['question']!r} -> {example['prediction']!r}  (answer {example['answer']!r}) ")
         console.print(line + mark, end="\n\n")
@@ -60,7 +44,7 @@ def print_report(report: dict[str, Any], folder: Path) -> None:
     pictures = "examples.png, drawings.png" if report["drawings"] else "examples.png"
     pictures += ", balance.png" if (report.get("balance") or {}).get("imbalance") else ""
     pictures += ", timeline.png, timeline.json (for ui.perfetto.dev)" if report.get("timeline") else ""
-    console.print(f"report      {_short(folder / 'report.json')}, {pictures}")
+    console.print(f"report      {cli.near(folder / 'report.json')}, {pictures}")
     if "resume" in report:
         console.print(f"resume      {report['resume']}", soft_wrap=True)
     if report.get("timeline"):
@@ -72,34 +56,24 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     if report.get("steps"):
         lines.append(("training", _training_line(report)))
         lines.append(("of that", _spent_line(report["seconds"], report["train_seconds"])))
-        lines.append(("network", _network_line(report["groups"], report["connections"])))
     if timeline := report.get("timeline"):
-        lines += _timeline_lines(timeline)
+        lines.append(("step", _timeline_line(timeline)))
     if memory := report.get("memory"):
         lines.append(("memory", _memory_line(memory)))
-    if report.get("better"):
-        lines += better_lines(report["better"])
     if report.get("balance"):
         lines += _balance_lines(report["balance"])
     best = f" ({chosen['metric']} {chosen['value']:.4f})" if (chosen := report.get("chosen_by")) else ""
-    lines.append(("checkpoint", f"{_short(report['checkpoint'])}{best}" if report["checkpoint"] else "none"))
+    lines.append(("checkpoint", f"{cli.near(report['checkpoint'])}{best}" if report["checkpoint"] else "none"))
     return lines
 
 
 def _training_line(report: dict[str, Any]) -> str:
-    """Steps of the whole run; seconds and speed of those that this process has trained."""
+    """Return the steps of the whole run, with seconds and speed of those that this process has trained."""
     here, seconds = report["steps_here"], report["train_seconds"]
     part = f", {here} of them here" if here != report["steps"] else ""
     speed = f", {here / seconds:.3g} steps/s" if here and seconds else ""
     speed += f", {report['tokens_per_second']:.0f} tokens/s" if report["tokens_per_second"] else ""
     return f"{report['steps']} steps{part}, {seconds:.1f} s{speed}"
-
-
-def _network_line(groups: dict[str, int], pairs: int) -> str:
-    """What ranks made before the first step."""
-    kinds = ", ".join(f"{count} for {kind}" for kind, count in groups.items())
-    most = f"most {sum(groups.values())} process groups on a rank ({kinds})"
-    return f"{most}, {pairs} pairs of ranks joined at start (hops, directions and edges apart)"
 
 
 PARTS = {
@@ -111,36 +85,29 @@ PARTS = {
 
 
 def _spent_line(seconds: dict[str, float], total: float) -> str:
-    """Where the time of training went."""
+    """Return where the time of training went."""
     shares = ", ".join(
         f"{seconds[part]:.1f} s {what} ({seconds[part] / (total or 1.0):.1%})" for part, what in PARTS.items()
     )
     return f"{shares}; validation {seconds['validation']:.1f} s more"
 
 
-def _timeline_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    filling = f"; {found['filling']}, simulated" if found["filling"] else ""
-    step = (
-        f"{1e3 * found['measured_seconds']:.0f} ms, simulated {1e3 * found['simulated_seconds']:.0f} ms (measured /"
-        f" simulated {found['ratio']:.2f}); bubble {found['measured_bubble']:.0%}, simulated"
-        f" {found['simulated_bubble']:.0%}; medians of the last {found['steps']}, without optimizer and hooks{filling}"
-    )
-    speed = f" and {found['transfer_bandwidth'] / 1e9:.2g} GB/s" if found["transfer_bandwidth"] else ""
-    fitted = (
-        f"what actions take and how it scatters, transfers of {1e3 * found['transfer_latency']:.1f} ms{speed}, a main"
-        f" thread of {1e3 * found['host_before']:.1f} ms before the first action, {1e3 * found['host_between']:.1f}"
-        f" between two, {1e3 * found['host_after']:.1f} after the last: fitted, for each step to the other ones; not"
-        " simulated: which processes compete for a processor"
-    )
-    return [("step", step), ("simulated by", fitted)]
-
-
-def _memory_line(found: dict[str, Any]) -> str:
-    kinds = ", ".join(f"{kind} {size(bytes_)}" for kind, bytes_ in found["predicted_by_kind"].items())
-    low, high = found["ratios"]
+def _timeline_line(timeline: dict[str, Any]) -> str:
+    measured, simulated = (1e3 * timeline[f"{which}_seconds"] for which in ("measured", "simulated"))
+    filling = f"; {timeline['filling']}, simulated" if timeline["filling"] else ""
     return (
-        f"{size(found['measured_bytes'])} of tensors at the peak of a step on rank {found['rank']}, predicted"
-        f" {size(found['predicted_bytes'])} ({kinds}); predicted / measured of all ranks {low:.2f} to {high:.2f}"
+        f"{measured:.0f} ms, simulated {simulated:.0f} ms (measured / simulated {timeline['ratio']:.2f}); bubble"
+        f" {timeline['measured_bubble']:.0%}, simulated {timeline['simulated_bubble']:.0%}; medians of the last"
+        f" {timeline['steps']}, without optimizer and hooks{filling}"
+    )
+
+
+def _memory_line(memory: dict[str, Any]) -> str:
+    kinds = ", ".join(f"{kind} {size(bytes_)}" for kind, bytes_ in memory["predicted_by_kind"].items())
+    low, high = memory["ratios"]
+    return (
+        f"{size(memory['measured_bytes'])} of tensors at the peak of a step on rank {memory['rank']}, predicted"
+        f" {size(memory['predicted_bytes'])} ({kinds}); predicted / measured of all ranks {low:.2f} to {high:.2f}"
     )
 
 
@@ -155,28 +122,27 @@ def _validation_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def _balance_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
+def _balance_lines(balance: dict[str, Any]) -> list[tuple[str, str]]:
     lines = []
-    if found["imbalance"]:
-        ratios = ", ".join(f"{m} {was:.2f} -> {now:.2f}" for m, (was, now) in found["imbalance"].items())
+    if balance["imbalance"]:
+        ratios = ", ".join(f"{m} {was:.2f} -> {now:.2f}" for m, (was, now) in balance["imbalance"].items())
         lines.append(("balance", f"busiest instance over the mean, as sampled -> as planned: {ratios}"))
-    said = []
-    if found["data_wait_share"] is not None:
-        said.append(f"{found['data_wait_share']:.1%} of the time waiting")
-    if found["plan_seconds"] is not None:
-        hidden = f" ({found['plan_hidden_share']:.0%} hidden)" if found["plan_hidden_share"] is not None else ""
-        who = "" if found["workers"] else ", made between steps: no workers"
-        payload = f"reading and decoding {1e3 * found['payload_seconds']:.1f} ms{who}"
-        said.append(f"plan {1e3 * found['plan_seconds']:.1f} ms a step{hidden}, {payload}")
-    for name, what in (("skipped_samples", "samples skipped"), ("worker_restarts", "workers replaced")):
-        if found[name]:
-            said.append(f"{found[name]} {what}")
-    if found["bytes_between_nodes"] is not None:
-        said.append(
-            f"{found['bytes_between_nodes'] / 2**20:.2f} MiB a step between nodes,"
-            f" {found['bytes_within_nodes'] / 2**20:.2f} within"
+    parts = []
+    if balance["data_wait_share"] is not None:
+        parts.append(f"{balance['data_wait_share']:.1%} of the time waiting")
+    if balance["plan_seconds"] is not None:
+        hidden = f" ({balance['plan_hidden_share']:.0%} hidden)" if balance["plan_hidden_share"] is not None else ""
+        who = "" if balance["workers"] else ", made between steps: no workers"
+        payload = f"reading and decoding {1e3 * balance['payload_seconds']:.1f} ms{who}"
+        parts.append(f"plan {1e3 * balance['plan_seconds']:.1f} ms a step{hidden}, {payload}")
+    if balance["skipped_samples"]:
+        parts.append(f"{balance['skipped_samples']} samples skipped")
+    if balance["bytes_between_nodes"] is not None:
+        parts.append(
+            f"{balance['bytes_between_nodes'] / 2**20:.2f} MiB a step between nodes,"
+            f" {balance['bytes_within_nodes'] / 2**20:.2f} within"
         )
-    return [*lines, ("data", ", ".join(said))] if said else lines
+    return [*lines, ("data", ", ".join(parts))] if parts else lines
 
 
 def _placement(rows: list[tuple[str, str, str]], title: str, parameters: dict[str, int]) -> Table:
@@ -186,8 +152,3 @@ def _placement(rows: list[tuple[str, str, str]], title: str, parameters: dict[st
     for module, ranks, degrees in rows:
         table.add_row(module, ranks, degrees, *([f"{parameters[module]:,}"] if parameters else []))
     return table
-
-
-def _short(path: Path | str) -> str:
-    path = Path(path)
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

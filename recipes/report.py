@@ -1,4 +1,4 @@
-"""What a run leaves behind: `report.json`, pictures of examples and drawings."""
+"""The report of a run: `report.json`, pictures of examples and drawings."""
 
 from __future__ import annotations
 
@@ -17,28 +17,25 @@ from lightning.pytorch.utilities import rank_zero_only
 from hetero_strategy.data.build_index import DatasetIndex
 from hetero_strategy.data.conversation import placeholder
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.layout.placement import Placement
+from hetero_strategy.layout.spec import Placement
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.monitor import BalanceMonitor, MemoryMonitor, ThroughputMonitor, TimelineMonitor
 from hetero_strategy.monitor.measure import Spent
 from hetero_strategy.monitor.throughput import Totals
-from hetero_strategy.parallelize.tied import tied_rank_sets
-from hetero_strategy.planner.memory import KINDS
-from hetero_strategy.runtime.connect import connections, most_groups, process_groups
-from recipes import cli, finished
-from recipes.better import better_layouts, last_of
+from hetero_strategy.profiling.memory import KINDS
+from recipes import cli
 from recipes.drawings import Drawing, Judge, draw_grid, drawings_of
 from recipes.lit import LitMultimodal
 from recipes.terminal import GoesOn, draw_examples
 
 
 class Readback(L.Callback):
-    """What the model answered to the samples of the last validation or test; the same on every rank.
+    """A callback that keeps the model's answers to the samples of the last validation or test; equal on all ranks.
 
     Args:
-        count: samples to show.
-        judge: says which drawings are what was asked for; None: nobody does.
+        count: number of samples to show.
+        judge: function that says which drawings are right; None: drawings are not judged.
     """
 
     def __init__(self, count: int, judge: Judge | None = None) -> None:
@@ -46,13 +43,13 @@ class Readback(L.Callback):
         self.judge = judge
         self.drawings: list[Drawing] = []
         self.answers: dict[int, list[int]] = {}
-        """Data set index of a sample -> the likeliest token at each of its label positions, given the right ones
-        before it: what the model would write alone may be another answer.
+        """Data set index of a sample -> the likeliest token at each of its label positions, after the right tokens
+        before it. An answer that the model generates freely may differ.
         """
         self.index: DatasetIndex | None = None
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Forget the one before."""
+        """Forget the answers of the last validation."""
         self.answers, self.drawings = {}, []
         self.index = trainer.datamodule.indices.get("test" if trainer.testing else "val")  # type: ignore[attr-defined]
 
@@ -79,31 +76,31 @@ class Readback(L.Callback):
     on_test_batch_end = on_validation_batch_end
 
     def exact(self) -> dict[int, bool]:
-        """Sample -> whether every token is right; samples without an answer are left out."""
+        """Return sample -> whether every token is right, without samples that have no answer."""
         return {s: a == wanted(self.index, s) for s, a in self.answers.items() if self.index and len(a)}
 
     def by_kind(self) -> dict[str, float]:
-        """What a sample holds besides text -> share of exactly answered samples."""
-        found: dict[str, list[bool]] = defaultdict(list)
+        """Return kind of sample -> share of exactly answered samples; see :func:`kind_of`."""
+        by_kind: dict[str, list[bool]] = defaultdict(list)
         for sample, right in self.exact().items():
-            found[kind_of(self.index, sample)].append(right)
-        return {kind: float(np.mean(rights)) for kind, rights in sorted(found.items())}
+            by_kind[kind_of(self.index, sample)].append(right)
+        return {kind: float(np.mean(rights)) for kind, rights in sorted(by_kind.items())}
 
     def judged(self) -> np.ndarray | None:
-        """bool ``[drawings]``: which the judge finds right; None without a judge or drawings."""
+        """Return which drawings the judge finds right, bool ``[drawings]``; None without a judge or drawings."""
         return self.judge(self.drawings) if self.judge is not None and self.drawings else None
 
     def drawn_right(self) -> dict[str, float]:
-        """What a sample holds besides text -> share of its drawings that the judge finds right."""
-        found: dict[str, list[bool]] = defaultdict(list)
+        """Return kind of sample, or "all" -> share of the drawings that the judge finds right."""
+        by_kind: dict[str, list[bool]] = defaultdict(list)
         judged = self.judged()
         for drawing, right in zip(self.drawings, [] if judged is None else judged.tolist(), strict=False):
-            found[kind_of(self.index, drawing.sample)].append(right)
-            found["all"].append(right)
-        return {kind: float(np.mean(rights)) for kind, rights in sorted(found.items())}
+            by_kind[kind_of(self.index, drawing.sample)].append(right)
+            by_kind["all"].append(right)
+        return {kind: float(np.mean(rights)) for kind, rights in sorted(by_kind.items())}
 
     def examples(self, data: MultimodalDataModule) -> list[dict[str, Any]]:
-        """Some samples of every kind with their files, question, answer and prediction."""
+        """Return some samples of every kind with their files, question, answer and prediction."""
         tokenizer = data.tokenizer
         exact, kinds = self.exact(), defaultdict(list)
         for sample in exact:
@@ -128,19 +125,19 @@ class Readback(L.Callback):
 
 
 def _pixels(drawing: Drawing) -> list[Any]:
-    """``[height][width]`` where it is grey, else ``[height][width][channels]``."""
+    """Return ``[height][width]`` of a grey drawing, else ``[height][width][channels]``."""
     grey = drawing.pixels.shape[-1] == 1
     return (drawing.pixels[..., 0] if grey else drawing.pixels).tolist()
 
 
 def wanted(index: DatasetIndex, sample: int) -> list[int]:
-    """Tokens that a sample's answer consists of."""
+    """Return the tokens of a sample's answer."""
     first, last = index.offsets[sample], index.offsets[sample + 1]
     return [int(token) for token in index.ids[first:last][index.loss[first:last]]]
 
 
 def _question(data: MultimodalDataModule, index: DatasetIndex, sample: int) -> str:
-    """Text that is not to be predicted; the rows of a picture or recording as its placeholder."""
+    """Return the text of a sample before its answer, with a placeholder for each picture or recording."""
     first, last = index.offsets[sample], index.offsets[sample + 1]
     item, names = np.zeros(last - first, np.int64), [""]
     for module, table in index.items.items():
@@ -153,13 +150,13 @@ def _question(data: MultimodalDataModule, index: DatasetIndex, sample: int) -> s
 
 
 def files_of(index: DatasetIndex, sample: int) -> list[Path]:
-    """A sample's pictures and recordings, without those that are to be drawn."""
+    """Return a sample's pictures and recordings, without the pictures that are to be drawn."""
     one, read = np.array([sample]), [name for name, table in index.items.items() if table.targets is None]
     return [index.path(name, int(number)) for name in read for number in index.item_numbers(name, one)]
 
 
 def kind_of(index: DatasetIndex, sample: int) -> str:
-    """Names of the encoders and generators that a sample uses, or "text"."""
+    """Return the names of the encoders and generators that a sample uses, or "text"."""
     used = [name for name, table in index.items.items() if table.offsets[sample + 1] > table.offsets[sample]]
     return "+".join(used) or "text"
 
@@ -171,10 +168,10 @@ def evaluate_checkpoint(
     checkpoint: str | Path | None,
     split: str | None = None,
 ) -> str:
-    """Run a checkpoint (None: what the model is now) on the samples that the report is of; returns their split.
+    """Evaluate a checkpoint (None: the model as it is) for the report, and return the name of the split.
 
     Args:
-        split: ``test`` or ``val``; None: test, whose samples choose nothing, where the data has one.
+        split: ``test`` or ``val``; None: ``test`` if the data has it, as its samples have chosen no checkpoint.
 
     Raises:
         ConfigError: there is no such split.
@@ -190,7 +187,7 @@ def evaluate_checkpoint(
 def summarize(
     trainer: L.Trainer, module: LitMultimodal, placed: Placement, readback: Readback, checkpoint: str, split: str
 ) -> dict[str, Any]:
-    """What the samples of a split say of a checkpoint."""
+    """Return the part of the report that an evaluation gives."""
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert module.model is not None
     counts = {
@@ -214,10 +211,14 @@ def summarize(
 
 
 BALANCE = (
-    "plan_seconds", "payload_seconds", "plan_hidden_share", "skipped_samples", "worker_restarts", "bytes_within_nodes",
+    "plan_seconds", "payload_seconds", "plan_hidden_share", "skipped_samples", "bytes_within_nodes",
     "bytes_between_nodes",
 )  # fmt: skip
-"""What a report says as :class:`BalanceMonitor` does."""
+"""Fields that a report takes over from :class:`BalanceMonitor`."""
+TRAINED = (
+    "steps_here", "train_seconds", "tokens_per_second", "data_wait_seconds", "seconds", "timeline", "memory", "balance",
+)  # fmt: skip
+"""Fields of a report that say something of training: a run that trains nothing keeps those of the earlier report."""
 
 
 def write_report(
@@ -229,40 +230,46 @@ def write_report(
     *,
     checkpoint: str,
     split: str,
-    plan_seconds: float = 0.0,
 ) -> dict[str, Any]:
     """Write ``report.json`` and ``examples.png`` (the first rank does), and return the report."""
     totals = last_of(trainer, ThroughputMonitor) or Totals(0, 0, Spent(), 0)
-    steps, epochs, goes_on = trainer.global_step, trainer.current_epoch, _goes_on(trainer)
-    more = finished.longer(steps, trainer.max_steps, epochs, trainer.max_epochs)
+    steps, goes_on = trainer.global_step, _goes_on(trainer)
     here = steps if goes_on is None else steps - goes_on.first["step"] if goes_on.first else 0
+    limits = (("max_steps", steps, trainer.max_steps), ("max_epochs", trainer.current_epoch, trainer.max_epochs))
+    more = {f"trainer.{name}": 2 * done for name, done, most in limits if 0 < done == most}  # to train on
     report = summarize(trainer, module, placed, readback, checkpoint, split) | {
         "chosen_by": chosen_by(trainer),
         "steps": steps,
         "steps_here": here,
-        "epochs": epochs,
-        **network(trainer),
+        "epochs": trainer.current_epoch,
         **throughput(totals),
         "timeline": last_steps(trainer),
         "memory": peak_memory(trainer),
         "balance": balance(trainer, totals),
-        "better": better_layouts(trainer, module, folder, plan_seconds),
         "resumed": goes_on and goes_on.first,
         "resume": cli.command("recipes.train", resume=folder, **more),
     }
-    if not here:  # what the report of before says of training stays
-        report |= {name: value for name, value in finished.before(folder, steps).items() if name in finished.TRAINED}
-    save(report, folder / "report.json", readback)
+    path = folder / "report.json"
+    if not here and path.exists():
+        before = json.loads(path.read_text())
+        report |= {name: before[name] for name in TRAINED if before["steps"] == steps}
+    save(report, path, readback)
     return report
 
 
+def last_of(trainer: L.Trainer, kind: type[Any]) -> Any:
+    """Return what a callback of this kind has seen last; None if there is none, or if it has seen nothing."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((c.last for c in callbacks if isinstance(c, kind) and c.last is not None), None)
+
+
 def _goes_on(trainer: L.Trainer) -> GoesOn | None:
-    """The callback of a run that began at a checkpoint."""
+    """Return the callback of a run that began at a checkpoint."""
     return next((c for c in trainer.callbacks if isinstance(c, GoesOn)), None)  # type: ignore[attr-defined]
 
 
 def chosen_by(trainer: L.Trainer) -> dict[str, Any] | None:
-    """The metric of validation that chose the best checkpoint, and what it was there; None without validation."""
+    """Return the metric of validation that chose the best checkpoint, and its value; None without validation."""
     best = trainer.checkpoint_callbacks[0]
     assert isinstance(best, ModelCheckpoint)
     if best.best_model_score is None:
@@ -271,7 +278,7 @@ def chosen_by(trainer: L.Trainer) -> dict[str, Any] | None:
 
 
 def throughput(totals: Totals) -> dict[str, Any]:
-    """How fast training was and where its time went, on the rank that waited longest for data."""
+    """Return the speed of training and where its time went, on the rank that waited longest for data."""
     spent = totals.spent
     return {
         "train_seconds": round(spent.training, 2),
@@ -282,34 +289,25 @@ def throughput(totals: Totals) -> dict[str, Any]:
 
 
 def last_steps(trainer: L.Trainer) -> dict[str, Any] | None:
-    """The last training steps as measured and as simulated, medians; on the first rank, None on the others."""
+    """Return medians of the last training steps, measured and simulated, on the first rank; None on other ranks."""
     pair = last_of(trainer, TimelineMonitor)
     if pair is None:
         return None
-    fitted = pair.fitted
     medians = {
         f"{name}_{what}": float(np.median(values[row]))
         for row, name in enumerate(("measured", "simulated"))
         for what, values in (("seconds", pair.times), ("bubble", pair.bubbles))
     }
-    return medians | {
-        "steps": pair.times.shape[1],
-        "ratio": pair.ratio,
-        "filling": None if pair.simulated.filling is None else str(pair.simulated.filling),
-        "transfer_latency": fitted.links.latency,
-        "transfer_bandwidth": fitted.links.bandwidth if np.isfinite(fitted.links.bandwidth) else None,
-        "host_before": fitted.begin,
-        "host_between": float(np.mean(list(fitted.after.values()))) if fitted.after else 0.0,
-        "host_after": fitted.closing,
-    }
+    filling = None if pair.simulated.filling is None else str(pair.simulated.filling)
+    return medians | {"steps": pair.times.shape[1], "ratio": pair.ratio, "filling": filling}
 
 
 def peak_memory(trainer: L.Trainer) -> dict[str, Any] | None:
-    """The most that a training step needed on the fullest rank, and as plans predict it; on the first rank."""
+    """Return measured and predicted memory of a step on the fullest rank; None on all ranks but the first."""
     peak = last_of(trainer, MemoryMonitor)
     if peak is None:
         return None
-    rank, busy = int(peak.measured.argmax()), (peak.expected > 0) & (peak.measured > 0)  # others have no module
+    rank, busy = int(peak.measured.argmax()), (peak.expected > 0) & (peak.measured > 0)  # has modules
     ratios = peak.expected[busy] / peak.measured[busy]
     kinds = dict(zip(KINDS, peak.predicted.bytes[:, rank].tolist(), strict=True))
     return {
@@ -323,7 +321,7 @@ def peak_memory(trainer: L.Trainer) -> dict[str, Any] | None:
 
 
 def balance(trainer: L.Trainer, totals: Totals) -> dict[str, Any] | None:
-    """How evenly the work was spread over instances, and whether training waited for it; None if nobody watched."""
+    """Return how evenly work was spread over instances and how long training waited for data; None if not measured."""
     seen = last_of(trainer, BalanceMonitor)
     if seen is None:
         return None
@@ -332,22 +330,14 @@ def balance(trainer: L.Trainer, totals: Totals) -> dict[str, Any] | None:
     return {
         "imbalance": {m: [round(s.imbalance_before, 4), round(s.imbalance_after, 4)] for m, s in seen.spreads.items()},
         "data_wait_share": None if share is None else round(share, 4),
-        "workers": getattr(trainer.datamodule, "num_workers", None),  # type: ignore[attr-defined]
+        "workers": trainer.datamodule.workers.count,  # type: ignore[attr-defined]
         **{name: known[name] for name in BALANCE},
     }
 
 
-def network(trainer: L.Trainer) -> dict[str, Any]:
-    """Pairs of ranks that meet before the first step, and process groups of the rank that is in most."""
-    executor = trainer.strategy.executor  # type: ignore[attr-defined]
-    owners, graph = tied_rank_sets(executor.modules, executor.placement.layouts), executor.compiler.graph
-    made = process_groups(executor.placement, graph, owners, executor.device.type)
-    return {"groups": most_groups(made), "connections": connections(graph)}
-
-
 @rank_zero_only
 def save(report: dict[str, Any], path: Path, readback: Readback) -> None:
-    """The report as JSON, and its examples and drawings as pictures beside it."""
+    """Write the report as JSON, and its examples and drawings as pictures beside it."""
     path.write_text(json.dumps(report, indent=1))
     if readback.drawings:
         judged = readback.judged()

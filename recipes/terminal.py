@@ -1,9 +1,8 @@
-"""What a person sees in a terminal and in `examples.png`."""
+"""The terminal: console and progress bar; and `examples.png`."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +18,27 @@ from hetero_strategy.loading.batch import Batch
 SOUNDS = (".wav", ".flac", ".ogg", ".mp3", ".opus", ".aiff", ".aif")
 
 WIDE = 140
-"""Columns of what is no terminal."""
+"""Columns of output that is no terminal."""
 
 
 def console(**options: Any) -> Console:
-    """A terminal in which text is what it says: paths, commands and messages hold brackets and colons of their own.
-    What is no terminal, such as a file, is wide enough for tables, unless ``COLUMNS`` says its width.
+    """Make a console that prints text literally, as paths, commands and messages hold brackets and colons. A file,
+    which has no width of its own, is wide enough for tables unless ``COLUMNS`` gives a width.
     """
-    made = Console(**options, highlight=False, markup=False, emoji=False)
-    if not made.is_terminal and "width" not in options and "COLUMNS" not in os.environ:
-        made.width = WIDE
-    return made
+    console = Console(**options, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal and "width" not in options and "COLUMNS" not in os.environ:
+        console.width = WIDE
+    return console
 
 
 class ProgressBar(TQDMProgressBar):
-    """Lightning's, with the numbers that matter and without the version of the logger."""
+    """Lightning's progress bar with loss, accuracy and speed, without the version of the logger."""
 
     def __init__(self) -> None:
         super().__init__(refresh_rate=10)
 
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
-        """Loss, accuracy, tokens per second, exact match."""
+        """Return loss, accuracy, tokens per second and exact match."""
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         shown = ("train/loss", "train/accuracy")
@@ -50,7 +49,7 @@ class ProgressBar(TQDMProgressBar):
 
 
 class GoesOn(L.Callback):
-    """Says where a run goes on that was stopped: its first step and the samples of it."""
+    """A callback that prints where a stopped run continues: its first step and the samples of it."""
 
     def __init__(self) -> None:
         self.first: dict[str, Any] | None = None
@@ -59,7 +58,7 @@ class GoesOn(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        """The first batch has come."""
+        """Note and print the first batch."""
         if self.first is None:
             names = trainer.datamodule.indices["train"].names  # type: ignore[attr-defined]
             samples = [names[int(sample)] for sample in batch.plan.samples]
@@ -74,46 +73,11 @@ class GoesOn(L.Callback):
 
 
 UNREADABLE = (OSError, RuntimeError, ValueError, SyntaxError, Image.DecompressionBombError)
-"""What Pillow and soundfile raise for files that are not theirs, damaged or gone."""
-
-
-def shown(path: Path, columns: int) -> str:
-    """A picture, or a recording; any other file by its name."""
-    with suppress(*UNREADABLE):
-        return loudness(path) if path.suffix.lower() in SOUNDS else picture(path, columns)
-    return path.name
-
-
-def picture(path: Path, columns: int, height: int = 16) -> str:
-    """A small picture in half blocks, two pixels per character, at most so wide; bright pixels are filled."""
-    with Image.open(path) as image:
-        grey = image.convert("L")
-    height = max(2, min(height, int(columns * grey.height / grey.width)) // 2 * 2)
-    wide = max(1, min(columns, round(grey.width * height / grey.height)))
-    return blocks(np.asarray(grey.resize((wide, height)), np.int64))
-
-
-def blocks(pixels: np.ndarray) -> str:
-    """Pixels ``[height, width]`` or ``[height, width, channels]`` in half blocks; bright ones are filled."""
-    pixels = pixels.mean(axis=2) if pixels.ndim == 3 else pixels
-    pixels = np.pad(pixels, ((0, len(pixels) % 2), (0, 0)), constant_values=pixels.min())
-    bright = (pixels > (pixels.min() + pixels.max()) / 2).astype(int)
-    rows = zip(bright[::2], bright[1::2], strict=True)
-    return "\n".join("".join(" ▀▄█"[upper + 2 * lower] for upper, lower in zip(*row, strict=True)) for row in rows)
-
-
-def loudness(path: Path, width: int = 48) -> str:
-    """A recording as one line of bars."""
-    import soundfile
-
-    samples = np.abs(soundfile.read(path, always_2d=True)[0]).mean(axis=1)
-    parts = np.array([part.mean() if len(part) else 0.0 for part in np.array_split(samples, width)])
-    levels = (parts / max(parts.max(), 1e-9) * 8).round().astype(int)
-    return "".join(" ▁▂▃▄▅▆▇█"[level] for level in levels)
+"""Errors of Pillow and soundfile for files that are missing, damaged or of another kind."""
 
 
 def draw_examples(examples: list[dict[str, Any]], path: Path) -> None:
-    """A PNG with a row per example: its picture, its spectrogram or drawings, and question, answer and prediction."""
+    """Write a PNG with one row per example: picture, spectrogram or drawings, and question, answer and prediction."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -137,7 +101,7 @@ def draw_examples(examples: list[dict[str, Any]], path: Path) -> None:
 
 
 def _side_by_side(drawings: list[Any]) -> np.ndarray:
-    """Grey and coloured pictures of any sizes in one, uint8 ``[height, width, 3]``."""
+    """Join grey and coloured pictures of any sizes into one, uint8 ``[height, width, 3]``."""
     pictures = [np.array(drawn, np.uint8) for drawn in drawings]
     pictures = [np.stack([one] * 3, axis=2) if one.ndim == 2 else one for one in pictures]
     height = max(map(len, pictures))
@@ -157,5 +121,5 @@ def _draw_file(axes: list[Any], path: Path) -> None:
 
 
 def seconds(value: float) -> str:
-    """For a person."""
+    """Return a duration in s or ms."""
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"

@@ -11,12 +11,14 @@ from hetero_strategy.zoo.titan import TitanLlama
 
 
 class TinyLlama(TitanLlama):
-    """torchtitan starts every matrix at 0.02 and embeddings at 1, which suits widths of thousands: at a hundred the
-    blocks would whisper beside the embeddings, and the first hundreds of steps would go into making them heard.
+    """A Llama whose blocks start at the scale of its embeddings.
+
+    torchtitan starts every matrix at 0.02 and embeddings at 1, which suits widths of thousands. At a width of a hundred
+    the output of blocks would vanish beside the embeddings for the first hundreds of steps.
     """
 
     def initialize(self, prefix: str, unit: nn.Module) -> None:
-        """Matrices of blocks by their width, small embeddings; the rest as in torchtitan."""
+        """Scale matrices of blocks by their width and start with small embeddings; the rest is as in torchtitan."""
         super().initialize(prefix, unit)
         for name, weight in unit.named_parameters():
             if prefix and weight.dim() == 2:
@@ -26,8 +28,8 @@ class TinyLlama(TitanLlama):
 
 
 def tiny_llama(**fields: Any) -> TinyLlama:
-    """A :class:`TinyLlama` with the fields of :func:`hetero_strategy.zoo.titan_llama`."""
-    made = titan_llama(**fields)
-    tiny = TinyLlama(made.args, checkpoint=made.checkpoint, before=made.before)
-    tiny.token_ids = made.token_ids
+    """Make a :class:`TinyLlama` with the fields of :func:`hetero_strategy.zoo.titan_llama`."""
+    llama = titan_llama(**fields)
+    tiny = TinyLlama(llama.args, checkpoint=llama.checkpoint, before=llama.before)
+    tiny.token_ids = llama.token_ids
     return tiny

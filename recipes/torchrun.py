@@ -1,4 +1,4 @@
-"""What processes that torchrun has started agree on before there is a process group."""
+"""Agreement between processes that torchrun has started, before there is a process group."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 
 def started() -> bool:
-    """Whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def said_by_first(what: str, value: Callable[[], str]) -> str:
-    """What rank 0 says, to all ranks: others may see files later, work in another folder or have been restarted more
-    often.
+    """Return rank 0's value on all ranks: other ranks may see files later, have another working folder or more
+    restarts behind them.
     """
     store, key = _store(), _key(what)
     if not int(os.environ.get("RANK") or 0):
@@ -26,8 +26,8 @@ def said_by_first(what: str, value: Callable[[], str]) -> str:
 
 
 def began() -> datetime:
-    """When torchrun began on the first of the nodes that there are: processes that it starts again have the same, also
-    beside a node that took the place of another.
+    """Return when torchrun began on the node where it began first. Restarted processes get the same time, also when a
+    new node has replaced a lost one.
     """
     env, store = os.environ, _store()
     if not int(env.get("LOCAL_RANK") or 0):
@@ -41,8 +41,8 @@ def began() -> datetime:
 
 
 def _key(what: str) -> str:
-    """Torchrun's own store outlives the processes that it starts again; counts of restarts differ between nodes, where
-    each attempt has another store.
+    """Return a key that is new in each attempt if torchrun's own store outlives the processes. Otherwise each attempt
+    has a new store, and counts of restarts may differ between nodes.
     """
     own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return f"hetero_strategy/{what}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if own else ''}"
@@ -50,14 +50,14 @@ def _key(what: str) -> str:
 
 @cache
 def _store() -> Any:
-    """The store through which the process group will be made, too. Rank 0 keeps it where torchrun does not."""
+    """Return the store through which the process group will be made, too. Rank 0 hosts it unless torchrun does."""
     from torch.distributed import rendezvous
 
     return next(iter(rendezvous("env://")))[0]
 
 
 def _launched() -> datetime:
-    """When torchrun began, which started this process; now, where no Linux tells."""
+    """Return when torchrun, the parent process, began; the present time on systems without /proc."""
     parent = Path(f"/proc/{os.getppid()}/stat")
     if not parent.is_file():
         return datetime.now()

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.distributed.harness import Pool, WorkerError
+from hetero_strategy.testing import Pool, WorkerError
 
 ROOT = Path(__file__).parents[2]
 SMALL = (

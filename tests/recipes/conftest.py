@@ -31,5 +31,5 @@ def data_at(folder: Path) -> tuple[str, ...]:
         f"data.module.train={folder}/train.json",
         f"data.module.val={folder}/val.json",
         f"data.module.test={folder}/test.json",
-        f"data.module.tokenizer={folder}",
+        f"data.module.tokenizer.path={folder}",
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import hydra
 import pytest
+from hydra.types import RunMode
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 
@@ -94,11 +94,10 @@ def test_a_run_goes_on_in_its_own_folder_alone(tmp_path: Path) -> None:
     assert cli.resumed([f"resume={run}"]) == str(run) and cli.resumed(["resume=null"]) == ""
     assert cli.with_run_folder([f"resume={run}"]) == [f"resume={run}", own, "hydra.output_subdir=null"]
     assert cli.with_run_folder([own, f"resume={run}"]) == [own, f"resume={run}", "hydra.output_subdir=null"]
-    with pytest.raises(ConfigError, match=r"a run goes on in its own folder; leave out hydra.run.dir=other"):
+    with pytest.raises(ConfigError, match=r"a run continues in its own folder; leave out hydra.run.dir=other"):
         cli.with_run_folder([f"resume={run}", "hydra.run.dir=other"])
-    assert cli._saved([f"run={run}"]) == {"a": 1} and cli._saved([]) is cli._saved(["resume=elsewhere"]) is None
     for sweep in ("-m", "--multirun", "hydra.mode=MULTIRUN"):
-        with pytest.raises(ConfigError, match="jobs of a sweep are new runs"):
+        with pytest.raises(ConfigError, match="jobs of a multirun are new runs"):
             cli.with_run_folder([f"resume={run}", sweep])
 
 
@@ -128,7 +127,7 @@ def test_a_layout_file_is_found_beside_other_folders(tmp_path: Path) -> None:
     (plan / "planned.yaml").write_text("# @package _global_\nlayout: {llm: {ranks: [0]}}\n")
     given = ["+seeds=five", f"hydra.searchpath=[file://{mine}]", f"layout={plan}/planned.yaml"]
     found = cli.with_layout_file(given)
-    assert [a for a in found if "searchpath" in a] == [cli.searchpath([f"file://{plan}/..", f"file://{mine}"])]
+    assert [a for a in found if "searchpath" in a] == [f'hydra.searchpath=["file://{plan}/..","file://{mine}"]']
     cfg = compose(*found)
     assert (cfg.seed, cfg.layout.llm.ranks) == (5, [0])
     (plan / "planned.yaml").rename(plan / "single.yaml")
@@ -137,26 +136,18 @@ def test_a_layout_file_is_found_beside_other_folders(tmp_path: Path) -> None:
     assert cli.with_layout_file([f"layout={cli.CONF}/layout/single.yaml"])[0] == "layout=single"
 
 
-def test_commands_to_copy_find_what_this_one_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders of the run and of this command line, absolute, and neither ranks of the run nor its layout file's."""
-    run, mine = run_at(tmp_path / "run"), tmp_path / "mine"
+def test_commands_to_copy_say_what_this_one_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the overrides of the run and of this command line, but without the ranks of the run and its layout file."""
+    run = run_at(tmp_path / "run")
     asked = ["data=mine", "trainer.devices=2", "trainer.num_nodes=3", "trainer.devices_kept=1", "layout=planned"]
     asked += ["optimizer.lr=1e-3", "optimizer.lr=2e-3", "optimizer.lr=1e-3"]
     OmegaConf.save(OmegaConf.create(asked), run / cli.ASKED)
 
-    def sources(*paths: str) -> dict[str, Any]:
-        listed = [{"path": p, "schema": "file", "provider": "hydra.searchpath in command-line"} for p in paths]
-        listed += [{"path": "/conf", "schema": "file", "provider": "main"}]
-        return {"runtime": {"cwd": str(tmp_path), "config_sources": listed}}
-
-    OmegaConf.save({"hydra": sources("theirs", "/plan/layout/..")}, run / ".hydra" / "hydra.yaml")
-    here = OmegaConf.create(sources(str(mine)))
-    config = SimpleNamespace(runtime=here.runtime, overrides=SimpleNamespace(task=["cluster=h100"]))
+    config = SimpleNamespace(overrides=SimpleNamespace(task=["cluster=h100"]))
     monkeypatch.setattr(cli.HydraConfig, "get", lambda: config)
     monkeypatch.setattr(cli.HydraConfig, "initialized", lambda: True)
     own = ("cluster", "trainer.devices", "trainer.num_nodes")
     words = shlex.split(train_with(tmp_path / "layout" / "planned.yaml", 4, own=own, run=run))
-    assert cli.searchpath([f"file://{mine}", f"file://{tmp_path}/theirs"]) in words
     rates = [word for word in words if word.startswith("optimizer.lr")]
     assert rates[-1] == "optimizer.lr=1e-3", "as the run that went back to it"
     assert "data=mine" in words and not [
@@ -167,25 +158,18 @@ def test_commands_to_copy_find_what_this_one_found(tmp_path: Path, monkeypatch: 
     assert [w for w in words if w.startswith("trainer.num")] == ["trainer.num_nodes=2"], "those of the plan"
 
 
-@pytest.mark.parametrize("way", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
-def test_hydra_tells_where_it_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    found: list[str] = []
-
-    @hydra.main(version_base=None, config_path=cli.CONF, config_name="config")
-    def main(cfg: Any) -> None:
-        found.extend(cli.searched())
-
-    (tmp_path / "mine").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["program", way.format("mine"), f"hydra.run.dir={tmp_path}/run"])
-    main()
-    assert found == cli.searched(tmp_path / "run") == [f"file://{tmp_path}/mine"]
+def test_ranks_of_torchrun_run_no_sweep_each(environment: pytest.MonkeyPatch) -> None:
+    environment.setattr(cli.HydraConfig, "get", lambda: SimpleNamespace(mode=RunMode.MULTIRUN))
+    environment.setenv("TORCHELASTIC_RUN_ID", "x")
+    with pytest.raises(ConfigError, match="start it without torchrun or srun"):
+        cli.one_message(lambda cfg: None)(OmegaConf.create())
 
 
 def test_a_run_that_was_told_to_end_says_how_it_goes_on(
     environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     environment.setattr(cli, "run_folder", lambda: tmp_path)
+    environment.setattr(cli.HydraConfig, "get", lambda: SimpleNamespace(mode=RunMode.RUN))
     environment.delenv(cli.STARTED_BY, raising=False)
 
     @cli.one_message

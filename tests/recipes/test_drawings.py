@@ -12,8 +12,8 @@ from PIL import Image
 
 from hetero_strategy.errors import DataError
 from hetero_strategy.loading.datamodule import MultimodalDataModule
+from hetero_strategy.testing import Pool
 from recipes.drawings import DigitJudge, Drawing, draw_grid, drawings_of
-from tests.distributed.harness import Pool
 from tests.recipes.commands import SMALL, run_on_ranks
 from tests.recipes.conftest import data_at
 from tests.small_models import DRAWING, drawer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool
 from tests.recipes.commands import Ended, run, run_forked, wait_until_gone
 from tests.recipes.conftest import data_at
 
@@ -50,17 +50,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "more placeholders": (more_placeholders, "<image>"),
 }
 OVERRIDES: dict[str, tuple[tuple[str, ...], str]] = {
-    "misspelt field": (("trainer.max_stepz=3",), "trainer: no field 'max_stepz'; did you mean max_steps?"),
+    "misspelt field": (("trainer.max_stepz=3",), "Could not override 'trainer.max_stepz'"),
     "schedule": (
         ("strategy.schedule=own_schedule", "data.module.train=missing.json"),  # refused before the data are read
         "schedule 'own_schedule' is not known; choose one of gpipe, 1f1b, interleaved_1f1b, zb_h1, zbv, sequential,",
     ),
     "import": (("imports=[no_such_file]",), "imports: no_such_file cannot be imported: No module named 'no_such_file'"),
-    "value": (
-        ("layout=single", "checkpoint.monitor=val/nothing"),
-        "checkpoint.monitor=val/nothing; give one of val/loss,",
-    ),
     "microbatches": (("data.module.microbatches=auto",), "microbatches=auto follows from a budget, but balance.budget"),
+    "option": (("+strategy.fooo=1",), "strategy: HeteroStrategy.__init__() got an unexpected keyword argument 'fooo'"),
     "rows": (("+data.module.processors.audio.stack=2",), "processors.audio: stack is 2, but the module has 4"),
 }
 
@@ -72,6 +69,7 @@ def check_message(result: Ended, message: str) -> None:
     assert len(result.output[result.output.index("error: ") :].strip().splitlines()) <= 4, result.output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", DAMAGE)
 def test_one_message_for_damaged_data(pool: Pool, small: Path, tmp_path: Path, name: str) -> None:
     damage, message = DAMAGE[name]
@@ -88,9 +86,8 @@ def test_one_message_for_wrong_settings(pool: Pool, small: Path, tmp_path: Path,
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_torchrun_with_another_number_of_processes(tmp_path: Path, given: tuple[str, ...]) -> None:
-    """Real command lines; that of one process is a job of tests/recipes/test_sweep.py, which fails alike."""
+    """Real command lines; tests/recipes/test_sweep.py has a job of one process that fails."""
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     result = run(tmp_path, *given, launcher=launcher)
     assert result.code != 0

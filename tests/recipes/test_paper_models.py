@@ -14,10 +14,9 @@ from torch import nn
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.model import Encoder, MultimodalModel
-from hetero_strategy.plan.orchestrator import plan_step
+from hetero_strategy.plan.plan_step import plan_step
 from hetero_strategy.plan.step_plan import edge_blocks
 from recipes import build, cli
-from recipes.workloads import Workload
 from tests.recipes.test_conf import compose
 
 
@@ -173,18 +172,18 @@ def test_a_wrong_size_is_noticed() -> None:
     assert agrees(7.61, "7") and agrees(5.5, "6") and not agrees(8.1, "7") and not agrees(0.68, "0.63")
 
 
-def drawn(*overrides: str, samples: int = 24) -> Workload:
+def drawn(*overrides: str, samples: int = 24) -> Any:
     cfg = compose(*overrides)
     assert set(cfg.data) == {"sample", "global_batch", "microbatches"} and cfg.data.global_batch > 0
     load = hydra.utils.instantiate(cfg.data.sample, samples=samples, seed=0)
-    assert isinstance(load, Workload) and len(load.text) == samples
+    assert len(load.text) == samples
     return load
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_data_have_the_rows_of_the_model(name: str) -> None:
     load, model = drawn(f"model={name}", f"data={PAPERS[name][0]}"), made(f"model={name}")
-    assert {*load.items, "llm"} == set(load.padding) == set(model.modules_by_name) and load.assumptions
+    assert {*load.items, "llm"} == set(model.modules_by_name) and load.assumptions
     for module, items in load.items.items():
         made_by = backbone(model.modules_by_name[module])
         if items.targets is not None:
@@ -216,6 +215,9 @@ def test_sequences_of_one_size() -> None:
     load = drawn("data=text", "data.sample.tokens=8192")
     assert set(load.tokens()) == {8192} and not load.items
     np.testing.assert_array_equal(load.metadata().labels, np.full(24, 8191))
+    for data, encoders in {"": ["vision", "audio"], "_vision": ["vision"], "_audio": ["audio"]}.items():
+        load = drawn(f"data=cornstarch{data}")  # section 6.1: 1k tokens of text, 1.5k to 4k in all
+        assert set(load.text) == {1000} and list(load.items) == encoders and 1500 <= load.tokens().max() <= 4000
     with pytest.raises(hydra.errors.InstantiationException, match="the items take 512 of 512 tokens") as error:
         drawn("data=optimus", "data.sample.tokens=512")
     assert isinstance(error.value.__cause__, ConfigError)

@@ -12,13 +12,14 @@ import pytest
 import soundfile
 
 from hetero_strategy.loading.datamodule import MultimodalDataModule
+from hetero_strategy.loading.options import Workers
 from hetero_strategy.monitor import BalanceMonitor
 from hetero_strategy.monitor.balance import BalanceSummary, Spread
 from hetero_strategy.monitor.measure import Spent
 from hetero_strategy.monitor.throughput import Totals
-from hetero_strategy.monitor.traffic import Traffic
+from hetero_strategy.schedule.compile import Traffic
 from recipes.drawings import Drawing
-from recipes.printed import _balance_lines, _network_line, _spent_line, print_report
+from recipes.printed import _balance_lines, _spent_line, _training_line, print_report
 from recipes.report import _pixels, _question, balance, throughput
 from recipes.terminal import _side_by_side, console, draw_examples
 from tests import stock
@@ -30,7 +31,7 @@ SPREAD = Spread(np.array([3.0, 1.0]), np.array([2.2, 1.8]))
 def reported(summary: BalanceSummary | None, seconds: float = 10.0) -> Any:
     monitor = BalanceMonitor()
     monitor.last = summary
-    trainer: Any = SimpleNamespace(callbacks=[monitor], datamodule=SimpleNamespace(num_workers=0))
+    trainer: Any = SimpleNamespace(callbacks=[monitor], datamodule=SimpleNamespace(workers=Workers()))
     spent = Spent(step=seconds - 0.5, data=0.5) if seconds else Spent()
     return balance(trainer, Totals(5, 100, spent, 2))
 
@@ -45,15 +46,8 @@ def test_where_the_time_went() -> None:
     )
 
 
-def test_what_was_made_before_the_first_step() -> None:
-    assert _network_line({"modules": 4, "edges": 1, "host": 2}, 24) == (
-        "most 7 process groups on a rank (4 for modules, 1 for edges, 2 for host), 24 pairs of ranks joined at start"
-        " (hops, directions and edges apart)"
-    )
-
-
 def test_balance_of_a_run() -> None:
-    found = reported(BalanceSummary(5, {"llm": SPREAD}, Traffic(2**20, 2**21), 0.1, 0.0123, 0.2, 0.75, 2.0, 0, 0))
+    found = reported(BalanceSummary(5, {"llm": SPREAD}, Traffic(2**20, 2**21), 0.1, 0.0123, 0.2, 0.75, 2.0, 0))
     assert found["imbalance"] == {"llm": [1.5, 1.1]} and found["data_wait_share"] == 0.05
     assert found["bytes_between_nodes"] == 2**21 and found["plan_hidden_share"] == 0.75
     (name, ratios), (other, data) = _balance_lines(found)
@@ -66,32 +60,28 @@ def test_balance_of_a_run() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, 10.0])
 def test_says_only_what_is_known(seconds: float) -> None:
-    found = reported(BalanceSummary(5, {}, None, 0.0, None, None, None, 1.0, 0, 0), seconds)
+    found = reported(BalanceSummary(5, {}, None, 0.0, None, None, None, 1.0, 0), seconds)
     lines = _balance_lines(found)
     assert lines == ([("data", "5.0% of the time waiting")] if seconds else [])
     assert reported(None) is None
 
 
 def test_what_was_skipped_is_said() -> None:
-    found = reported(BalanceSummary(5, {}, None, 0.0, None, None, None, 1.0, 3, 1))
-    assert _balance_lines(found) == [("data", "5.0% of the time waiting, 3 samples skipped, 1 workers replaced")]
+    found = reported(BalanceSummary(5, {}, None, 0.0, None, None, None, 1.0, 3))
+    assert _balance_lines(found) == [("data", "5.0% of the time waiting, 3 samples skipped")]
 
 
 def test_commands_are_printed_as_they_are_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    better = {f"{name}_seconds": 1.0 for name in ("predicted", "measured", "best")} | {"simulated": 3, "took": 2.0}
-    better |= {"layout": "better.yaml", "layouts": [], "command": "train model.freeze=[llm] layout=[/mnt/better.yaml]"}
     report = {
         "examples": [], "layouts": [], "processes": 1, "parameters": {}, "drawings": 0, "exact_match": None,
-        "checkpoint": "", "better": better, "resume": "train resume=[/mnt/run]",
+        "checkpoint": "", "resume": "train resume=[/mnt/run]",
     }  # fmt: skip
     print_report(report, tmp_path)
     said = " ".join(capsys.readouterr().out.split())
-    assert better["command"] in said and "resume train resume=[/mnt/run]" in said
+    assert "resume train resume=[/mnt/run]" in said
 
 
-def test_files_that_are_neither_pictures_nor_recordings_are_shown_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_are_no_pictures_are_shown_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "rows.npy", np.zeros(3))
     (tmp_path / "speech.opus").write_bytes(b"no sound")
     soundfile.write(tmp_path / "speech.aiff", np.random.default_rng(0).choice([-0.5, 0.5], 8000), 8000)
@@ -104,7 +94,7 @@ def test_files_that_are_neither_pictures_nor_recordings_are_shown_by_name(
     print_report(report, tmp_path)
     said = capsys.readouterr().out.splitlines()
     assert "each token predicted from the right ones before it" in said[0]
-    assert said[1:4] == ["rows.npy", "speech.opus", "gone.png"] and set(said[4]) == {"█"}
+    assert said[1:5] == ["rows.npy", "speech.opus", "gone.png", "speech.aiff"]
     draw_examples([example], tmp_path / "examples.png")
     assert (tmp_path / "examples.png").stat().st_size > 1000
 
@@ -121,7 +111,7 @@ def test_words_of_tables_in_files_are_whole(
         assert console(file=file, force_terminal=True).width != 140
 
 
-def test_drawings_are_shown_in_any_size_and_colour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drawings_are_shown_in_any_size_and_colour(tmp_path: Path) -> None:
     sides = ((3, 4, 1), (2, 2, 3), (1, 1, 1))
     drawings = [Drawing(0, tmp_path, np.full(shape, 200, np.uint8)) for shape in sides]
     for drawing in drawings:
@@ -129,12 +119,6 @@ def test_drawings_are_shown_in_any_size_and_colour(tmp_path: Path, capsys: pytes
     example = {"files": [], "drawn": [_pixels(d) for d in drawings], "exact": True} | dict.fromkeys(
         ("question", "answer", "prediction"), "x"
     )
-    report = {
-        "examples": [example], "layouts": [], "processes": 1, "parameters": {}, "drawings": 0, "exact_match": None,
-        "checkpoint": "",
-    }  # fmt: skip
-    print_report(report, tmp_path)
-    assert capsys.readouterr().out.splitlines()[1:4] == ["▄███", "▀▀▀▀", "▄█"]
     assert _side_by_side(example["drawn"]).shape == (5, 13, 3)
     draw_examples([example], tmp_path / "examples.png")
 
@@ -147,9 +131,17 @@ def test_questions_are_shown_as_they_were_asked(small: Path, tmp_path: Path) -> 
         model=reader,
         processors=READING,
         global_batch_size=4,
-        cache_folder=tmp_path,
+        index={"cache_folder": tmp_path},
     )
     data.prepare_data()
     asked = [sample["conversations"][0]["value"] for sample in json.loads((small / "val.json").read_text())]
     assert [_question(data, data.indices["val"], sample) for sample in range(len(asked))] == asked
     assert any("<image> <audio>" in question for question in asked)
+
+
+def test_speed_is_of_what_was_trained_here() -> None:
+    report: dict[str, Any] = {"steps": 70, "steps_here": 20, "train_seconds": 8.0, "tokens_per_second": 521.4}
+    assert _training_line(report) == "70 steps, 20 of them here, 8.0 s, 2.5 steps/s, 521 tokens/s"
+    assert _training_line(report | {"steps_here": 70}) == "70 steps, 8.0 s, 8.75 steps/s, 521 tokens/s"
+    nothing = {"steps_here": 0, "train_seconds": 0.0, "tokens_per_second": None}
+    assert _training_line(report | nothing) == "70 steps, 0 of them here, 0.0 s"

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 from torch.distributed import TCPStore
 
+from hetero_strategy.testing import Pool
 from recipes import cli, torchrun
-from tests.distributed.harness import Pool
 
 BEGAN = (1000.0, 1007.0)
 """When torchrun began on each node."""
