@@ -23,13 +23,19 @@ from tests.shapes import check_shapes
 
 check_shapes()  # before anything imports the package
 
+from hetero_strategy.testing import Pool  # noqa: E402
 from recipes.digits import write_digits, write_digits_draw  # noqa: E402
-from tests.distributed.harness import Pool  # noqa: E402
 from tests.distributed.stepping import SHARED, data  # noqa: E402
 
 torch.set_num_threads(1)
-# How long an example takes says more of what else the machine does than of what is tested.
-hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# How long an example takes says more of what else the machine does than of what is tested. Continuous integration draws
+# the same examples each time, so that a change fails only by its own fault; everywhere else they are new ones.
+hypothesis.settings.register_profile(
+    "busy",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    derandomize="CI" in os.environ,
+)
 hypothesis.settings.load_profile("busy")
 
 
@@ -45,7 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str]:
 @pytest.fixture(scope="session")
 def pool(folders: dict[bool, str]) -> Pool:
     """Real processes on gloo: ``pool.run(world, function, *args, timeout=120)``."""
-    return Pool()
+    return Pool(["tests.distributed.preload"])
 
 
 @pytest.fixture(scope="session")
@@ -64,27 +70,27 @@ def drawings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What lies in tests/distributed is marked so, and "full" what long.txt names; CUDA tests are skipped where there
-    is no device.
+    """Mark tests/distributed as such and the cases that ``full_cases`` names as full; skip CUDA tests without a device.
+
+    Raises:
+        pytest.UsageError: ``full_cases`` names a case that the test does not have.
     """
     here = Path(__file__).parent / "distributed"
     no_cuda = pytest.mark.skip(reason="needs a CUDA device")
-    long = set(Path(__file__).with_name("long.txt").read_text().splitlines())
-    found = set[str]()
+    unknown: dict[str, set[str]] = {}
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.distributed)
         if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(no_cuda)
-        if not long.isdisjoint(names := {item.nodeid, item.nodeid.partition("[")[0]}):
-            item.add_marker(pytest.mark.full)
-            found |= names
-    files = {item.nodeid.partition("::")[0] for item in items}
-    gone = sorted(name for name in long - found if name.partition("::")[0] in files)
-    if gone and not any("::" in arg for arg in config.args):
-        raise pytest.UsageError(
-            f"tests/long.txt names {gone[0]}, which is no test; write its new name, or leave it out"
-        )
+        if cases := item.get_closest_marker("full_cases"):
+            test, _, case = item.nodeid.removesuffix("]").partition("[")
+            if case in cases.args:
+                item.add_marker(pytest.mark.full)
+            unknown.setdefault(test, {*cases.args}).discard(case)
+    wrong = {test: sorted(ids) for test, ids in unknown.items() if ids}
+    if wrong and not any("::" in arg for arg in config.args):
+        raise pytest.UsageError(f"full_cases names cases that do not exist: {wrong}")
 
 
 def pytest_collection_finish() -> None:

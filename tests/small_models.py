@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hetero_strategy.data.media import AudioProcessor, ImageProcessor, Processor, TargetProcessor
-from hetero_strategy.data.targets import ImageTarget
+from hetero_strategy.data.media import AudioProcessor, ImageProcessor, ImageTarget
 from hetero_strategy.model import CausalLM, Encoder, Generator, ModuleKind, MultimodalModel
+from hetero_strategy.model.kind import Processor, TargetProcessor
 from hetero_strategy.zoo import flow_decoder, hf_llama, siglip2_encoder, whisper_encoder
 
 WIDTH = 16

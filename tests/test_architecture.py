@@ -19,10 +19,12 @@ from tests.shapes import checked
 
 PACKAGE = Path(__file__).parent.parent / "hetero_strategy"
 ROOMS = (
+    "testing",
+    "papers",
+    "planner",
     "strategy",
     "monitor",
     "profiling",
-    "planner",
     "runtime",
     "simulator",
     "loading",
@@ -43,19 +45,17 @@ PURE = (
     "errors.py",
     "ragged.py",
     "layout/spec.py",
-    "layout/islands.py",
-    "layout/pipeline.py",
-    "layout/placement.py",
     "layout/row_sharding.py",
     "plan/**/*.py",
     "boundary/route.py",
     "schedule/**/*.py",
     "simulator/**/*.py",
-    "planner/layers.py",
-    "planner/partition.py",
-    "monitor/flops.py",
-    "monitor/traffic.py",
+    "model/spec.py",
+    "layout/split_layers.py",
+    "monitor/balance.py",
 )
+PLAIN_TABLES = "torch.distributed.pipelining.schedules"
+"""Lists of actions, which torch computes without processes."""
 LARGEST = 1 / 6
 """Of the whole package: a room with more is two."""
 LONGEST = 430
@@ -112,13 +112,46 @@ def test_imports_go_down_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_nothing_below_the_planner_imports_it() -> None:
+    """Type checkers' imports count, too; ``layouts="auto"`` is looked up by name when a run asks for it."""
+    for path in files():
+        if room(path) not in ("papers", "planner"):
+            names = {alias for node in ast.walk(ast.parse(path.read_text())) for alias in imported(node)}
+            assert not any(name.startswith("hetero_strategy.planner") for name in names), path
+
+
+def imported(node: ast.AST) -> list[str]:
+    """Return the modules that a statement imports."""
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+def test_only_tests_of_papers_import_papers() -> None:
+    tests = Path(__file__).parent
+    for path in sorted(tests.rglob("*.py")):
+        if path.parent not in (tests / "papers", tests / "fuzz"):  # drawn settings have transforms of papers
+            assert not any(m.startswith("hetero_strategy.papers") for m, _ in imports(path)), path
+
+
+def test_tests_and_benchmarks_do_not_import_each_other() -> None:
+    """But for tests of the benchmarks, and algorithms of others that balancing is compared with."""
+    root = Path(__file__).parents[1]
+    for folder, other in (("benchmarks", "tests"), ("recipes", "tests"), ("tests", "benchmarks")):
+        for path in sorted((root / folder).rglob("*.py")):
+            wrong = [name for name, _ in imports(path) if name.split(".")[0] == other]
+            wrong = [name for name in wrong if not name.startswith("benchmarks.peers")]
+            assert not wrong or path.parent == root / "tests/benchmarks", f"{path} imports {wrong}"
+
+
 def test_pure_files_import_no_processes() -> None:
     names = sorted(str(p.relative_to(PACKAGE)) for pattern in PURE for p in PACKAGE.glob(pattern))
     assert len(names) > len(PURE)
     pure = {dotted(PACKAGE / n) for n in names}
     for name in names:
         for module, line in imports(PACKAGE / name):
-            assert not module.startswith(("torch.distributed", "lightning")), f"{name}:{line} imports {module}"
+            processes = module.startswith(("torch.distributed", "lightning")) and module != PLAIN_TABLES
+            assert not processes, f"{name}:{line} imports {module}"
             if module.startswith("hetero_strategy"):
                 assert module in pure, f"{name}:{line} imports {module}, which is not pure"
 

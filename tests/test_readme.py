@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from hetero_strategy.checkpoint import describe, load
+from hetero_strategy.testing import Pool
 from recipes.digits import write_digits
 from tests import stock
-from tests.distributed.harness import Pool
 
 ROOT = Path(__file__).parents[1]
 

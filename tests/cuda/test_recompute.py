@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.parallelize.apply import parallelize
-from hetero_strategy.parallelize.recompute import recomputes
+from hetero_strategy.parallelize.transforms import read_transforms
 from hetero_strategy.zoo import titan_llama
 from tests.cuda.devices import EVERYWHERE
 from tests.model.helpers import TITAN, tokens
@@ -16,9 +16,9 @@ from tests.model.helpers import TITAN, tokens
 def gradients(recompute: str | None, device: str) -> tuple[dict[str, torch.Tensor], int]:
     """Of a language model in bf16, and the FLOPs of forward and backward."""
     module = titan_llama(**TITAN | {"n_heads": 2, "n_kv_heads": 2})
-    how = None if recompute is None else recomputes({"llm": recompute})["llm"]
+    how = read_transforms({"llm": {"recompute": recompute}}).get("llm", {})
     layout = ModuleLayout.from_config("llm", {"ranks": [0]}).resolved()
-    parallelize("llm", module, layout, None, torch.device(device), seed=1, recompute=how)
+    parallelize("llm", module, layout, None, torch.device(device), seed=1, transforms=how)
     module.to(torch.bfloat16)
     with FlopCounterMode(display=False) as counter:
         module(tokens([40, 24]).to(device)).loss_sum.backward()

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hetero_strategy.checkpoint import describe, load
+from hetero_strategy.testing import Pool, WorkerError
 from tests.cuda.devices import EVERYWHERE
-from tests.distributed.harness import Pool, WorkerError
 from tests.distributed.scenario import Job, Lit, build, data, train, train_on_rank, worst_gradient, worst_loss
 
 CLOSE = {"32-true": 1e-3, "bf16-mixed": 0.1}
@@ -108,6 +108,7 @@ def tensors(path: str) -> dict[str, torch.Tensor]:
     return made
 
 
+@pytest.mark.full_cases("cpu")
 @EVERYWHERE
 def test_checkpoints_move_between_devices(job: Job, pool: Pool, device: str, tmp_path: Path) -> None:
     """Written there, loaded and written on the CPU, and the same once more there: bit by bit."""

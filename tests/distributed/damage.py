@@ -11,22 +11,17 @@ from typing import Any
 import torch
 
 from hetero_strategy.boundary.transport import Transport
-from hetero_strategy.runtime.held import Held
 
 
 @contextmanager
 def damaged(what: str) -> Iterator[None]:
     """``forward:2`` shifts the rows that cross edge 2 by one place, so that one is lost, ``backward:2`` halves its
-    gradients, ``held`` shifts the rows that a step has of the one before; ``""`` breaks nothing.
+    gradients; ``""`` breaks nothing.
 
     Edges are those between stages, in the order of the stage graph.
     """
     if not what:
         yield
-        return
-    if what == "held":
-        with _held_damaged():
-            yield
         return
     original = Transport.take
     kind, _, number = what.partition(":")
@@ -45,16 +40,6 @@ def damaged(what: str) -> Iterator[None]:
         yield
     finally:
         Transport.take = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def _held_damaged() -> Iterator[None]:
-    original = Held.rows
-    Held.rows = lambda *where: original(*where).roll(1, 0)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Held.rows = original  # type: ignore[method-assign]
 
 
 @contextmanager

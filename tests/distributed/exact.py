@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tests.distributed.stepping import Reference, Run, Setting, Stepped, reference
+from hetero_strategy.schedule.policies import schedule_policy
+from hetero_strategy.testing import Pool
+from tests.distributed.stepping import Reference, Run, Setting, Stepped, reference, steps_on_rank
 
 EXACT = 1e-10
 """Relative error of a loss, and of any parameter's gradient in the 2-norm."""
@@ -24,7 +26,8 @@ def setting_of(
     folders: Mapping[bool, str], layouts: Mapping[str, Mapping[str, Any]], schedule: str, **options: Any
 ) -> Setting:
     """Modules with pipeline ranks get the stages that the schedule needs, and a layer more than it needs."""
-    stages = {"interleaved_1f1b": {"vpp": 2}, "zbv": {"vpp": 2, "pp_style": "v"}}.get(schedule, {})
+    virtual = schedule_policy(schedule).virtual
+    stages = {"loop": {"vpp": 2}, "v": {"vpp": 2, "pp_style": "v"}}.get(virtual, {})
     given = {name: {**one, **(stages if one.get("pp", 1) > 1 else {})} for name, one in layouts.items()}
     layers = {f"{n}_layers": one["pp"] * one.get("vpp", 1) + 1 for n, one in given.items() if one.get("pp", 1) > 1}
     return Setting(folders["draw" in layouts], given, schedule, **{**layers, **options})
@@ -38,15 +41,38 @@ def expected(setting: Setting) -> Reference:
     return _references[key]
 
 
-def compare(wanted: Reference, runs: Sequence[Run]) -> None:
-    """One plan and schedule on all ranks, every step is that of one process; damage is noticed."""
+Given = tuple[Setting, Reference, Sequence[int | None], int]
+"""A setting, what one process makes of it, numbers of microbatches, and that of damaged steps; 0: none."""
+
+
+def run_together(
+    pool: Pool, given: Mapping[str, Given], run: Callable[..., Run] = steps_on_rank
+) -> dict[str, tuple[Run, ...]]:
+    """Run settings by name in one world, which starts once, and return the runs of each on all ranks."""
+    (world,) = {setting.world for setting, *_ in given.values()}
+    ranks = pool.run(world, _runs_on_rank, list(given.values()), run, timeout=400)
+    return dict(zip(given, zip(*ranks, strict=True), strict=True))
+
+
+def _runs_on_rank(rank: int, world: int, given: Sequence[Given], run: Callable[..., Run]) -> list[Run]:
+    return [run(rank, world, *one) for one in given]
+
+
+def compare(wanted: Reference, runs: Sequence[Run], name: str = "") -> None:
+    """Check that plan and schedule are the same on all ranks, each step is that of one process, and damage is noticed.
+
+    Args:
+        wanted: one process.
+        runs: steps of each rank.
+        name: name of the setting in messages.
+    """
     for steps in zip(*(run.steps for run in runs), strict=True):
-        assert len({step.lanes for step in steps}) == len({step.plan.digest for step in steps}) == 1
+        assert len({step.lanes for step in steps}) == len({step.plan.digest for step in steps}) == 1, name
         found = differences(wanted, steps)
-        assert not found, "; ".join(found[:8])
+        assert not found, f"{name} {'; '.join(found[:8])}"
     for damage in runs[0].damaged:
         worst = max(error for run in runs for error in run.damaged[damage].values())
-        assert worst > NOTICED, f"{damage} went unnoticed"
+        assert worst > NOTICED, f"{name} {damage} went unnoticed"
 
 
 def differences(wanted: Reference, steps: Sequence[Stepped], bound: float = EXACT) -> list[str]:

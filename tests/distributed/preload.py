@@ -24,7 +24,7 @@ for name in (
     "hetero_strategy.strategy.strategy",
     "recipes.train",
     "tests.distributed.stepping",
-    "tests.distributed.harness",
+    "hetero_strategy.testing",
 ):
     with contextlib.suppress(Exception):
         if name == "torchtitan_parts":  # imported lazily by its adapter, and slow

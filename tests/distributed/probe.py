@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.distributed.tensor import DTensor
 
 from hetero_strategy.strategy import HeteroStrategy
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool
 from tests.distributed.scenario import Job, Lit, datamodule
 
 Layouts = dict[str, dict[str, Any]]

@@ -8,10 +8,14 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Work
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.operations import collectives_block
+from hetero_strategy.boundary import transport
+from hetero_strategy.boundary.transport import Wire, WireMessage
 
 PATIENCE = 30.0
 """Seconds that a host is held up before it is said to hang."""
@@ -21,6 +25,26 @@ KINDS = ("first message", "receive", "everything")
 and the hosts of a collective until it has ended, also where FSDP or DTensor starts it."""
 
 
+class _Blocking(TorchDispatchMode):
+    """Hold up this rank's host in each collective until it has ended, also where FSDP or DTensor starts it."""
+
+    def __init__(self, patience: float) -> None:
+        super().__init__()
+        self.patience = timedelta(seconds=patience)
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = operator(*args, **(kwargs or {}))
+        name = operator._opname
+        try:
+            if operator.namespace == "c10d" and name not in ("send", "recv_"):
+                Work.unbox(out[-1] if isinstance(out, (tuple, list)) else out).wait(self.patience)
+            elif operator.namespace == "_c10d_functional" and name != "wait_tensor" and isinstance(args[-1], str):
+                torch.ops._c10d_functional.wait_tensor(out)  # torch takes no limit here; that of the group holds
+        except RuntimeError as error:
+            raise RuntimeError(f"rank {dist.get_rank()} hangs: nobody came to {name}") from error
+        return out
+
+
 @contextmanager
 def unforgiving(kind: str, patience: float = PATIENCE) -> Iterator[None]:
     """While it lasts, batches of messages hold up this rank's host, round by round, for so many seconds at most each.
@@ -28,25 +52,23 @@ def unforgiving(kind: str, patience: float = PATIENCE) -> Iterator[None]:
     Raises:
         RuntimeError: in the step that hangs.
     """
-    original = dist.batch_isend_irecv
+    original = transport.start_messages
     store, me = _get_default_store(), dist.get_rank()
     counted: Counter[tuple[Any, ...]] = Counter()
 
-    def batch(ops: Sequence[dist.P2POp]) -> Any:
+    def batch(wire: Wire, messages: Sequence[WireMessage]) -> Any:
         rounds: list[list[tuple[Any, int, bool]]] = []  # NCCL takes one to and one from each peer at a time
         before: Counter[tuple[bool, int]] = Counter()
-        for op in ops:
-            sends = op.op is dist.isend
-            way = (me, op.peer) if sends else (op.peer, me)
-            group = dist.get_process_group_ranks(op.group or dist.group.WORLD)
+        for sends, _, peer in messages:
+            way = (me, peer) if sends else (peer, me)
             # Each hop and direction of an edge has a group of its own; edges of cohorts, which share one, count apart.
-            place = (*way, tuple(group), op.tag)
-            if (turn := before[sends, op.peer]) == len(rounds):
+            place = (*way, tuple(wire.places), wire.tag)
+            if (turn := before[sends, peer]) == len(rounds):
                 rounds.append([])
             rounds[turn].append((place, counted[place], sends))
-            before[sends, op.peer] += 1
+            before[sends, peer] += 1
             counted[place] += 1
-        works = original(ops)
+        works = original(wire, messages)
         for names in rounds:
             for place, number, sends in names:
                 store.set(f"{kind} {place} {number} {'sent' if sends else 'awaited'}", "")
@@ -60,9 +82,9 @@ def unforgiving(kind: str, patience: float = PATIENCE) -> Iterator[None]:
                         raise RuntimeError(f"rank {me} hangs: nobody came to {other}") from error
         return works
 
-    dist.batch_isend_irecv = batch
+    transport.start_messages = batch  # type: ignore[assignment]
     try:
-        with collectives_block(patience) if kind == "everything" else nullcontext():
+        with _Blocking(patience) if kind == "everything" else nullcontext():
             yield
     finally:
-        dist.batch_isend_irecv = original
+        transport.start_messages = original

@@ -12,34 +12,34 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from hetero_strategy.errors import HeteroError
-from hetero_strategy.layout.placement import Placement, place
-from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.layout.spec import ModuleLayout, Placement, place
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.datamodule import MultimodalDataModule
-from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.combine import StepSums
 from hetero_strategy.model.inputs import EncoderInputs
-from hetero_strategy.parallelize.float8 import apply_float8
+from hetero_strategy.parallelize.float8 import Float8
 from hetero_strategy.parallelize.gradients import local
-from hetero_strategy.parallelize.offload import offloads
-from hetero_strategy.parallelize.recompute import recomputes
+from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.parallelize.storage import Storage
+from hetero_strategy.parallelize.transform import Site
+from hetero_strategy.parallelize.transforms import of_kind, read_transforms
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.step_plan import StepPlan
-from hetero_strategy.planner.context import aligned_rows
 from hetero_strategy.runtime import executor as running
 from hetero_strategy.runtime.warm_up import check_packing, warm_up
 from hetero_strategy.schedule.action import Lane, StageGraph, StageId
 from hetero_strategy.schedule.check import check
 from hetero_strategy.schedule.compile import RankAction
 from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.simulator.balance_context import aligned_rows
 from hetero_strategy.strategy.assembly import Assembled, assemble
-from hetero_strategy.strategy.row_caches import RowCaches
+from hetero_strategy.strategy.blueprint import Options, checked_blueprint
+from hetero_strategy.testing import gradients_of, relative_errors
+from hetero_strategy.testing.setting import in_dtype
 from hetero_strategy.zoo import flow_decoder, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from recipes.digits import write_digits, write_digits_draw
 from tests.distributed.damage import damaged, late
@@ -64,6 +64,12 @@ ITEM_MODULES = {"vision": "encoder", "audio": "encoder", "draw": "generator"}
 """All others are language models."""
 
 
+def by_module(**settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return module -> transform -> setting for transform -> module -> setting."""
+    modules = dict.fromkeys(module for of in settings.values() for module in of)
+    return {module: {name: of[module] for name, of in settings.items() if module in of} for module in modules}
+
+
 @dataclass(frozen=True)
 class Setting:
     """A model in its layouts, and what it is trained on."""
@@ -82,23 +88,14 @@ class Setting:
     llm_layers: int = 4
     draw_layers: int = 2
     freeze: tuple[str, ...] = ()
-    recompute: Mapping[str, str] = field(default_factory=dict)
-    offload: Mapping[str, str] = field(default_factory=dict)
-    compile: Mapping[str, str] = field(default_factory=dict)
-    float8: Mapping[str, str] = field(default_factory=dict)
+    transforms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reshard_after_forward: str = "auto"
     fill: str = "none"
     pieces: Mapping[str, int] = field(default_factory=dict)
-    prefetch: Mapping[str, int] = field(default_factory=dict)
-    tp_bubbles: Mapping[str, float] = field(default_factory=dict)
-    cache: Mapping[str, str] = field(default_factory=dict)
-    """Folders of rows of frozen encoders."""
     per_item: tuple[str, ...] = ()
     """Encoders whose rows are put together item by item: without items nothing follows from their parameters."""
     unused: tuple[str, ...] = ()
     """Modules whose last block runs in vain, so that no loss reaches its parameters."""
-    islands: int = 1
-    """Above 1 with ``balance``."""
     max_in_flight: Mapping[str, int] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
     """``encoder_microbatch_rows``."""
@@ -142,12 +139,22 @@ class Setting:
         reads = tuple((e, c) for e in of["encoder"] for c in self.language_models)
         return (*reads, *((self.language_models[0], g) for g in of["generator"]))
 
+    def chosen(self, name: str) -> dict[str, Any]:
+        """Settings of one transform by module."""
+        return {module: of[name] for module, of in self.transforms.items() if name in of}
+
+    def plus(self, **settings: Mapping[str, Any]) -> Setting:
+        """Add transforms, given as module -> setting."""
+        added = by_module(**settings)
+        modules = dict.fromkeys((*self.transforms, *added))
+        return replace(self, transforms={n: {**self.transforms.get(n, {}), **added.get(n, {})} for n in modules})
+
     def model_key(self) -> tuple[Any, ...]:
         """What a one-process run depends on."""
         layers = (self.vision_layers, self.audio_layers, self.llm_layers, self.draw_layers)
         weights = tuple(self.loss_weights.items())
         model = (self.modules, self.lm, self.tied, self.kv_heads, self.freeze, layers, self.edges, weights, self.unused)
-        others = (tuple(sorted(options.items())) for options in (self.dropout, self.float8))
+        others = (tuple(sorted(options.items())) for options in (self.dropout, self.chosen("float8")))
         return (self.folder, *model, *others, self.batches, self.precision)
 
 
@@ -252,7 +259,6 @@ def steps_of(
         if setting.balance is None
         else BalanceConfig.of(setting.balance).resolve(share.instances, around or ModelContext()),
         shuffle=False,
-        prefetch=setting.prefetch,
     )
 
 
@@ -274,50 +280,32 @@ class Reference:
     drawn: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def errors(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        """Relative error of every parameter's gradient, in the 2-norm; infinite where there should be none. Gradients
-        that are nothing beside their module's largest one are judged as if they were larger: they are rounding noise.
-        """
-        found = {}
-        nothing = torch.finfo(PRECISIONS[self.precision].compute).eps ** (1 / 3)
-        largest: dict[str, float] = {}
-        for name, expected in self.gradients.items():
-            module = name.split(".")[0]
-            largest[module] = max(largest.get(module, 0.0), float(expected.norm()))
-        for name, gradient in gradients.items():
-            if name not in self.gradients:
-                found[name] = float("inf")
-                continue
-            expected = self.gradients[name]
-            size = max(float(expected.norm()), nothing * largest[name.split(".")[0]])
-            if name.endswith(("k_proj.bias", "wk.bias")):
-                # Softmax ignores a shift of all keys: this gradient is zero, and what is there is rounding noise of
-                # the size of its weight's gradient.
-                size = float(self.gradients[name.replace("bias", "weight")].norm())
-            found[name] = float((gradient - expected).norm()) / (size or 1.0)
+        """Return the relative error of each gradient, small ones as if they were larger: they are rounding noise."""
+        small = torch.finfo(PRECISIONS[self.precision].compute).eps ** (1 / 3)
+        found: dict[str, float] = {}
+        for module in {name.split(".")[0] for name in gradients}:
+            mine, wanted = (
+                {name: g for name, g in all_of.items() if name.startswith(f"{module}.")}
+                for all_of in (gradients, self.gradients)
+            )
+            found |= relative_errors(mine, wanted, small)
         return found
 
 
-@contextmanager
-def made_in(dtype: torch.dtype) -> Iterator[None]:
-    """What is made here has this dtype."""
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def fp64() -> AbstractContextManager[None]:
-    return made_in(torch.float64)
+    return in_dtype(torch.float64)
 
 
 def reference(setting: Setting, microbatches: int, *, train: bool = True, step: int = 0) -> Reference:
     """A step of one process, samples dealt in order."""
-    setting = replace(setting, balance=None, prefetch={}, cache={})
-    with made_in(setting.storage.master):
+    setting = replace(setting, balance=None)
+    with in_dtype(setting.storage.master):
         model = _model(setting).to(setting.storage.compute).train(train)
-        for name, recipe in setting.float8.items():
-            apply_float8(model.modules_by_name[name], recipe, 1)
+        for name, recipe in setting.chosen("float8").items():
+            how, module = Float8.of(recipe), model.modules_by_name[name]
+            assert how is not None
+            layout, cpu = ModuleLayout((0,)).resolved(), torch.device("cpu")
+            how.apply([module], Site(name, layout, cpu, list(module.blocks()), ()))
         out = model(steps_of(setting, microbatches, RankView.whole(setting.modules))[step])
         if train and out.loss.requires_grad:
             out.loss.backward()
@@ -334,15 +322,13 @@ def placed(setting: Setting, world: int) -> Placement:
 
 def empty_model(setting: Setting, *, train: bool = True) -> MultimodalModel:
     """Without values."""
-    with made_in(setting.storage.master), torch.device("meta"):
+    with in_dtype(setting.storage.master), torch.device("meta"):
         return _model(setting).train(train)
 
 
 def _model(setting: Setting) -> MultimodalModel:
     model = model_of(setting, data_of(setting.folder, "draw" in setting.modules).tokenizer.vocab_size)
-    for name, recipe in setting.float8.items():
-        model.modules_by_name[name].float8 = recipe
-    if setting.float8:
+    if setting.chosen("float8"):
         _emulate_in_full()
     return model.double() if setting.storage.master == torch.float64 else model
 
@@ -371,33 +357,22 @@ def assembled(
     setting: Setting, rank: int, world: int, *, train: bool = True, model: MultimodalModel | None = None
 ) -> Assembled:
     """The model on its ranks."""
-    with made_in(setting.storage.master):
-        made = assemble(
-            "model",
-            model or empty_model(setting, train=train),
-            placed(setting, world),
-            rank,
-            torch.device("cpu"),
-            storage=setting.storage,
-            scheduling=ScheduleConfig(
-                setting.schedule,
-                setting.max_in_flight,
-                setting.reshard_after_forward,
-                setting.fill,
-                setting.pieces,
-                setting.prefetch,
-                setting.islands,
-                setting.tp_bubbles,
-            ),
-            recompute=recomputes(setting.recompute),
-            offload=offloads(setting.offload),
-            compile=setting.compile,
-            ranks_per_node=setting.ranks_per_node,
+    with in_dtype(setting.storage.master):
+        scheduling = ScheduleConfig(
+            setting.schedule,
+            setting.max_in_flight,
+            setting.reshard_after_forward,
+            setting.fill,
+            setting.pieces,
         )
+        options = Options(scheduling, read_transforms(setting.transforms), setting.storage)
+        built = model or empty_model(setting, train=train)
+        plan = checked_blueprint(built, placed(setting, world), options)
+        made = assemble("model", built, plan, rank, torch.device("cpu"))
     for node, stage in made.executor.stages.items():
-        if (how := made.recompute.get(node.module)) is not None:
-            again = how.chosen(list(made.executor.modules[node.module].blocks()))
-            parts = [stage] if how.whole else [block for fqn, block in stage.blocks().items() if fqn in again]
+        if (how := of_kind(made.plan.options.transforms, Recompute).get(node.module)) is not None:
+            again = how.chosen(stage, list(made.executor.modules[node.module].blocks()))
+            parts = [stage] if how.whole else again
             assert all("forward" in vars(part) for part in parts), f"{node} does not run again"
     return made
 
@@ -443,8 +418,6 @@ class Stepped:
     """Of the schedule: what every rank does, as this one has it."""
     evaluated: dict[str, float] = field(default_factory=dict)
     """Losses of the same batch without backwards, where it was run so."""
-    cached: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Items whose rows were found and not found until now, of each module that this rank keeps rows of."""
 
 
 @dataclass(frozen=True)
@@ -496,15 +469,11 @@ class OnRank:
         self.executor = self.made.executor
         modules = self.executor.modules
         self.owned = {f"{n}.{fqn}": p for n, m in modules.items() for fqn, p in m.named_parameters() if not p.is_meta}
-        self.caches = RowCaches(setting.cache)
         self.warm = set[bool]()
 
     def steps(self, setting: Setting, microbatches: int | None) -> StepDataset:
-        """Batches of this rank, which look for rows where the setting says so."""
-        steps = steps_of(setting, microbatches, self.share, self.made.context)
-        if setting.cache:
-            self.caches.attach(StepLoader(steps), self.executor, _from_rank)
-        return steps
+        """Return the batches of this rank."""
+        return steps_of(setting, microbatches, self.share, self.made.plan.context(setting.ranks_per_node))
 
     def step(
         self, expected: Reference, microbatches: int | None, setting: Setting, damage: str = "", number: int = 0
@@ -518,26 +487,21 @@ class OnRank:
             damage: see :func:`damaged`.
             number: of the step in the setting's batches.
         """
-        at: Any = (0, number, True) if number else 0
-        batch: Batch = self.steps(setting, microbatches)[at]
+        batch: Batch = self.steps(setting, microbatches)[number]
         self.warm_up(batch)
         with damaged(damage), late(setting.late, self.rank), counted() as peaks:
             outcome = self.executor.run(batch, train=True)
         schedule = self.executor.recorder.steps[-1].schedule
         if not damage and self.rank == 0:
             check(schedule)
-        gradients = {}
-        for name, p in self.owned.items():
-            if p.grad is not None:
-                whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-                gradients[name] = whole.detach()
+        gradients = gradients_of(self.executor.modules)
+        for p in self.owned.values():
             p.grad = None
         held = {node: most for node, most in schedule.in_flight.items() if node in self.executor.stages and most}
         trains = {name: p.requires_grad for name, p in self.owned.items()}
         plan = self.executor.recorder.steps[-1].plan
         errors = expected.errors(gradients)
-        cached = {name: (keeper.found, keeper.missed) for name, keeper in self.caches.keepers.items()}
-        return Stepped(self._losses(outcome), errors, trains, dict(peaks), held, plan, schedule.lanes, cached=cached)
+        return Stepped(self._losses(outcome), errors, trains, dict(peaks), held, plan, schedule.lanes)
 
     def warm_up(self, batch: Batch, *, train: bool = True) -> None:
         """Before the first step every stage runs by itself, which changes nothing, and packed units are compared."""
@@ -546,14 +510,12 @@ class OnRank:
         self.warm.add(train)
         executor, state = self.executor, torch.get_rng_state()
         shards = {name: list(stage.parameters()) for name, stage in executor.stages.items()}
-        held = [id(rows) for _, rows in executor.held.all_rows()]
         for p in self.owned.values():
             p.grad = torch.full_like(p, 7.0)
         check_packing(executor, batch)
         warm_up(executor, batch, train=train)
         assert torch.equal(torch.get_rng_state(), state) and executor.running is None
         assert all(list(stage.parameters()) == shards[name] for name, stage in executor.stages.items())
-        assert [id(rows) for _, rows in executor.held.all_rows()] == held
         for p in self.owned.values():
             assert p.grad is not None and bool((local(p.grad) == 7.0).all())
             p.grad = None
@@ -563,8 +525,7 @@ class OnRank:
         modules = self.executor.modules.values()
         for module in modules:
             module.eval()
-        alone = replace(setting, prefetch={})
-        batch: Batch = self.steps(alone, setting.microbatches)[0]
+        batch: Batch = self.steps(setting, setting.microbatches)[0]
         with torch.no_grad():
             self.warm_up(batch, train=False)
             outcome = self.executor.run(batch, train=False)
@@ -592,15 +553,8 @@ def batches_on_rank(
                 found[0].evaluated = made.evaluate(setting)
     except HeteroError as refusal:
         return str(refusal)
-    made.caches.close()
     dist.barrier()
     return found
-
-
-def _from_rank(value: Any, rank: int) -> Any:
-    boxed = [value]
-    dist.broadcast_object_list(boxed, rank)
-    return boxed[0]
 
 
 def _breaks(graph: StageGraph) -> dict[str, str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,29 +21,32 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.without_values import models_without_values
 from hetero_strategy.parallelize.offload import Offload
 from hetero_strategy.parallelize.storage import Storage
-from hetero_strategy.planner.answer import Answer, Ranked
-from hetero_strategy.planner.evaluate import Candidate
-from hetero_strategy.planner.hardware import DEVICES
-from hetero_strategy.planner.memory import CUDA
+from hetero_strategy.planner import auto, search
+from hetero_strategy.planner.auto import planned
+from hetero_strategy.planner.candidate import Candidate
+from hetero_strategy.planner.ranking import Answer, Ranked
+from hetero_strategy.profiling.memory import CUDA
 from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.simulator.hardware import DEVICES
 from hetero_strategy.strategy import HeteroStrategy
-from hetero_strategy.strategy.auto import planned
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool
 from tests.distributed.scenario import Job, data, datamodule, model_of, train, train_on_rank, worst_gradient, worst_loss
 
 
 def train_with_cache(rank: int, world: int, job: Job, cache: str) -> Any:
     """What is measured is kept apart from the person's own."""
+    importlib.import_module("tests.planner.brief_plans")
     os.environ["XDG_CACHE_HOME"] = cache
     return train_on_rank(rank, world, job)
 
 
+@pytest.mark.full
 def test_what_is_planned_trains_as_one_process(pool: Pool, tmp_path: Path) -> None:
     """With what the person gives, but no budget: the count of microbatches is planned too."""
     job = Job(str(data(tmp_path)), steps=2, precision="64-true")
     reference = train(job)
-    given = {"recompute": ["llm"], "offload": {"llm": "all"}}
-    job = replace(job, layouts="auto", microbatches="auto", strategy=given)
+    given = {"llm": {"recompute": "all", "offload": "all"}}
+    job = replace(job, layouts="auto", microbatches="auto", strategy={"transforms": given})
     cache = tmp_path / "cache"
     results = pool.run(2, train_with_cache, job, str(cache), timeout=360)
     assert len(list((cache / "hetero_strategy" / "profiles").glob("*.json"))) == 1
@@ -56,8 +61,7 @@ def two_h100(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any]:
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=2**40))
     strategy = SimpleNamespace(
-        root_device=torch.device("cuda", 0), num_nodes=1, num_processes=2, recompute={}, offload={}, compile={},
-        row_caches=SimpleNamespace(folders={}),
+        root_device=torch.device("cuda", 0), num_nodes=1, num_processes=2, transforms={},
     )  # fmt: skip
     return strategy, model, SimpleNamespace(datamodule=datamodule(job), accumulate_grad_batches=1)
 
@@ -67,16 +71,21 @@ def test_on_cuda_the_memory_of_its_device_is_kept_to_and_none_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No device is here: nothing of the plan needs one, and the random state stays that of the other ranks."""
+    monkeypatch.setattr(search, "NEIGHBOURS", 0)
+    monkeypatch.setattr(auto, "Planner", partial(search.Planner, simulations=2))
     strategy, model, trainer = two_h100(Job(str(data(tmp_path)), steps=1), monkeypatch)
     storage, state = Storage(torch.bfloat16), torch.get_rng_state()
     caplog.set_level(logging.INFO)
-    strategy.offload = {"llm": Offload()}
+    strategy.transforms = {"llm": {"offload": Offload()}}
     planned(strategy, model, trainer, storage, ScheduleConfig())
-    assert re.search(r"memory: [01]\.\d+ of 74\.5 GiB predicted, with offload=\{'llm': 'all'\}\n", f"{caplog.text}\n")
+    assert re.search(
+        r"memory: [01]\.\d+ of 74\.5 GiB predicted, with transforms=\{'llm': \{'offload': 'all'\}\}\n",
+        f"{caplog.text}\n",
+    )
     assert torch.equal(torch.get_rng_state(), state) and not torch.cuda.is_initialized()
     small = replace(DEVICES["h100"], memory=CUDA.communicator)  # less than communicators need, which only it knows of
     monkeypatch.setitem(DEVICES, "h100", small)  # type: ignore[arg-type]
-    with pytest.raises(LayoutError, match=r"candidates that were simulated needs .*, with offload"):
+    with pytest.raises(LayoutError, match=r"candidates that were simulated needs .*, with transforms"):
         planned(strategy, model, trainer, storage, ScheduleConfig())
 
 
@@ -98,11 +107,8 @@ def test_without_batches_to_plan_for_it_says_what_to_do() -> None:
 
 def test_what_names_no_module_or_no_plan_keeps_to_is_refused_before_processes_start() -> None:
     layouts = {"vision": {"ranks": [0]}, "llm": {"ranks": [0]}}
-    for option, named in {
-        "recompute": ["lm"], "offload": ["lm"], "compile": ["lm"], "float8": ["lm"], "prefetch": {"lm": 1},
-        "pieces": {"lm": 2}, "tp_bubbles": {"lm": 0.1},
-    }.items():  # fmt: skip
-        strategy = HeteroStrategy(layouts, **{option: named, **({"fill": "fine"} if option == "tp_bubbles" else {})})  # type: ignore[arg-type]
+    for option, named in {"transforms": {"lm": {"recompute": "all"}}, "pieces": {"lm": 2}}.items():
+        strategy = HeteroStrategy(layouts, **{option: named})  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=f"{option} names 'lm'; the modules are vision, llm"):
             L.Trainer(accelerator="cpu", devices=1, strategy=strategy, logger=False)
     for schedule in ("zbv", "interleaved_1f1b"):

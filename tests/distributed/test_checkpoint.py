@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from hetero_strategy import checkpoint as ck
 from hetero_strategy.checkpoint import saving
 from hetero_strategy.errors import CheckpointError
-from tests.distributed.harness import Pool, WorkerError
+from hetero_strategy.testing import Pool, WorkerError
 
 Layout = Mapping[str, tuple[str, list[int]]]
 SIZES = {"vision": (6, 10), "llm": (8, 14)}  # no multiple of 4 in a hidden size: shards are uneven
@@ -225,6 +225,7 @@ def uneven(rank: int, world: int, path: str) -> list[list[Any]]:
     return wrong
 
 
+@pytest.mark.full
 def test_uneven_and_empty_shards(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(4, uneven, str(tmp_path / "c")) == [[]] * 4
     for key, stored in ck.describe(tmp_path / "c").tensors.items():
@@ -388,7 +389,7 @@ def saves_in_turn(rank: int, world: int, path: str) -> list[tuple[str, int, dict
     """One save after another: what changed, the plans made so far, and what the checkpoint holds."""
     saver, found = ck.Checkpointer(dist.new_group(backend="gloo")), []
     mesh, turned = (DeviceMesh("cpu", list(range(world))[::way]) for way in (1, -1))
-    plans = Mock(wraps=saving._planned)
+    plans = Mock(wraps=saving._make_plan)
 
     def sharded(placement: Placement, dtype: torch.dtype, start: int, mesh: DeviceMesh = mesh) -> torch.Tensor:
         return distribute_tensor(torch.arange(10 * start, 10 * start + 10, dtype=dtype), mesh, [placement])
@@ -408,7 +409,7 @@ def saves_in_turn(rank: int, world: int, path: str) -> list[tuple[str, int, dict
         "values at last": {"w": sharded(Replicate(), bf16, 9)} | step | alone,
         "other places": {"w": sharded(Replicate(), bf16, 10, turned)} | step | alone,
     }
-    with patch.object(saving, "_planned", plans):
+    with patch.object(saving, "_make_plan", plans):
         for turn, tensors in turns.items():
             said = told(lambda tensors=tensors: saver.save(tensors, {}, path, async_="values" in turn))  # noqa: B023
             saver.finalize()

@@ -14,17 +14,15 @@ import torch
 import torch.distributed as dist
 
 from hetero_strategy.data.build_index import DatasetIndex, build_index
-from hetero_strategy.loading import dispatch as room
-from hetero_strategy.loading.agree import Agree
+from hetero_strategy.loading import read_where_sampled as room
 from hetero_strategy.loading.datamodule import MultimodalDataModule
-from hetero_strategy.loading.dispatch import Dispatch
-from hetero_strategy.loading.loader import StepLoader
-from hetero_strategy.loading.read_where_sampled import SampledDataset
+from hetero_strategy.loading.loader import StepLoader, agreed
+from hetero_strategy.loading.read_where_sampled import Dispatch, SampledDataset
 from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.plan.config import ModelContext
+from hetero_strategy.testing import Pool, WorkerError
 from tests.distributed import scenario, stepping
 from tests.distributed.exact import compare, expected, on, setting_of
-from tests.distributed.harness import Pool, WorkerError
 from tests.distributed.stepping import SAMPLES, Reference, Run, Setting, data_of, placed, share_of, steps_on_rank
 from tests.loading.compared import differences
 
@@ -107,6 +105,7 @@ def batches_on_rank(
     return seen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equal_batches(pool: Pool, folders: dict[bool, str], layout: str) -> None:
     """Whole epochs: steps of one sample have ranks without items and modules without any."""
@@ -179,7 +178,7 @@ def dispatched_steps_on_rank(
 
     def steps_of(setting: Setting, number: int | None, share: RankView, around: ModelContext | None = None) -> Any:
         sampled = sampled_like(original(setting, number, share, around), setting, rank, world)
-        return list(StepLoader(sampled, finish=[Dispatch(sampled, shares, group)]))
+        return list(StepLoader(sampled, finish=Dispatch(sampled, shares, group), group=group))
 
     stepping.steps_of = steps_of  # type: ignore[assignment]
     return steps_on_rank(rank, world, setting, wanted, counts)
@@ -207,7 +206,7 @@ def failing_on_rank(rank: int, world: int, setting: Setting, on_error: str) -> t
         return Path("nowhere.png") if module == "vision" and item in broken else original(self, module, item)
 
     DatasetIndex.path = path  # type: ignore[method-assign]
-    batch = Agree(group)(Dispatch(sampled, shares, group)(sampled[0]))
+    batch = agreed(Dispatch(sampled, shares, group)(sampled[0]), group)
     assert batch.plan.metadata.labels[bad] == 0 and batch.skipped == 1
     assert bad not in batch.plan.metadata.items["vision"].sample
     return sorted(batch.failed), batch.plan.loss_tokens
@@ -243,6 +242,7 @@ def trained_on_rank(rank: int, world: int, job: scenario.Job, payload: str) -> s
     return scenario.train_on_rank(rank, world, job)
 
 
+@pytest.mark.full
 def test_a_trainer_trains_the_same(pool: Pool, tmp_path: Path) -> None:
     folder = scenario.data(tmp_path / "data")
     layouts = {"vision": on(0), "audio": on(1), "llm": on(0, 1)}

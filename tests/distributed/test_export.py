@@ -19,7 +19,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from hetero_strategy import checkpoint as ck
 from hetero_strategy.checkpoint.__main__ import main
 from hetero_strategy.model import EncoderInputs, Packing, SequenceInputs
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool
 from tests.distributed.scenario import Job, Lit, data, datamodule, train_on_rank
 
 LAYOUTS: dict[str, dict[str, Any]] = {

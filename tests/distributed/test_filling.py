@@ -4,13 +4,13 @@ one process, fp64."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from tests.distributed.exact import compare, expected, on, setting_of
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool
+from tests.distributed.exact import Given, compare, expected, on, run_together, setting_of
 from tests.distributed.stepping import steps_on_rank
 
 COUNTS = (4, 9)
@@ -19,9 +19,9 @@ FREEZE = {"freeze": ("vision",)}
 PLACEMENTS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
     "an encoder on each stage": ({"vision": on(0, 1, 2), "llm": on(0, 1, 2, pp=3)}, {}),
     "encoders of two ranks over pp4": ({"vision": on(0, 1, 2, 3, tp=2), "llm": on(0, 1, 2, 3, pp=4)}, {}),
-    "beside collectives of tensor parallelism": (
+    "an encoder with tensor parallelism in pieces, and one without": (
         {"vision": on(0, 1, 2, 3, tp=2), "audio": on(0, 1, 2, 3), "llm": on(0, 1, 2, 3, tp=2, pp=2)},
-        {"vision_layers": 3, "pieces": {"vision": 3}, "tp_bubbles": {"llm": 0.6, "vision": 0.3}},
+        {"vision_layers": 3, "pieces": {"vision": 3}},
     ),
     "an encoder that is a pipeline, in pieces": (
         {"vision": on(0, 1, 2, 3, pp=2), "llm": on(0, 1, 2, 3, pp=4)},
@@ -44,83 +44,92 @@ PLACEMENTS: dict[str, tuple[dict[str, dict[str, Any]], dict[str, Any]]] = {
 }
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv")
 CHOSEN = {
-    "an encoder on each stage": (("1f1b", "fine"), ("zb_h1", "coarse"), ("zb_h1", "decoupled")),
+    "an encoder on each stage": (("1f1b", "fine"), ("zb_h1", "decoupled")),
     "encoders of two ranks over pp4": (("1f1b", "fine"),),
-    "beside collectives of tensor parallelism": (("zb_h1", "fine"),),
+    "an encoder with tensor parallelism in pieces, and one without": (("zb_h1", "fine"),),
     "an encoder that is a pipeline, in pieces": (("1f1b", "fine"),),
-    "two encoders, one in pieces, one replicated": (("zb_h1", "fine"), ("1f1b", "search")),
+    "two encoders, one in pieces, one replicated": (("zb_h1", "fine"),),
     "frozen": (("zbv", "fine"),),
     "with a generator, beyond the pipeline": (("interleaved_1f1b", "fine"),),
     "a generator on each stage": (("1f1b", "fine"),),
-    "an encoder and a generator of two ranks on pp2 dp2": (("zb_h1", "search"),),
+    "an encoder and a generator of two ranks on pp2 dp2": (("zb_h1", "fine"),),
 }
 PAIRS = [(placement, *pair) for placement, pairs in CHOSEN.items() for pair in pairs]
 """A schedule of virtual stages gives them to all pipelines, and what has them does not fill."""
-FILLS = ("fine", "coarse", "search", "decoupled")
+FILLS = ("fine", "decoupled")
+FAMILIES = (("gpipe", "1f1b"), ("interleaved_1f1b",), ("zb_h1",), ("zbv",))
+"""Schedules by how they order a pipeline: every placement has one of each, with fills and microbatches in turns."""
 
 
-def fits(placement: str, schedule: str, fill: str) -> bool:
-    if placement == "an encoder that is a pipeline, in pieces":
-        return schedule not in ("interleaved_1f1b", "zbv")
-    return placement != "beside collectives of tensor parallelism" or fill == "fine"
+def fits(placement: str, schedule: str) -> bool:
+    return placement != "an encoder that is a pipeline, in pieces" or schedule not in ("interleaved_1f1b", "zbv")
 
 
 def others() -> dict[tuple[str, str], tuple[str, int]]:
     """Placement, schedule -> one more fill and number of microbatches, both in turns."""
     found: dict[tuple[str, str], tuple[str, int]] = {}
     for i, placement in enumerate(PLACEMENTS):
-        for j, schedule in enumerate(SCHEDULES):
-            turns = (FILLS[(i + j + k) % len(FILLS)] for k in range(len(FILLS)))
-            new = [f for f in turns if fits(placement, schedule, f) and (schedule, f) not in CHOSEN[placement]]
+        for j, family in enumerate(FAMILIES):
+            schedule = family[i % len(family)]
+            turns = (FILLS[(i // 2 + j + k) % len(FILLS)] for k in range(len(FILLS)))
+            new = [f for f in turns if fits(placement, schedule) and (schedule, f) not in CHOSEN[placement]]
             if new:
-                found[placement, schedule] = new[0], COUNTS[(i // 2 + j) % 2]
+                found[placement, schedule] = new[0], COUNTS[(i + j) % 2]
     return found
 
 
 OTHERS = others()
 
 
-def same(
+def check_placement(
     pool: Pool,
     folders: dict[bool, str],
     placement: str,
-    schedule: str,
-    fill: str,
-    counts: Sequence[int] = COUNTS,
-    damages: bool = False,
+    ways: Sequence[tuple[str, str, Sequence[int], int]],
+    run: Callable[..., Any] = steps_on_rank,
 ) -> None:
+    """Check ways of a placement in one world: schedule, fill, microbatches, and those of damaged steps."""
     layouts, options = PLACEMENTS[placement]
-    setting = setting_of(folders, layouts, schedule, fill=fill, **options)
-    wanted = expected(setting)
-    runs = pool.run(setting.world, steps_on_rank, setting, wanted, counts, int(damages), timeout=240)
-    compare(wanted, runs)
-    together = fill in ("coarse", "decoupled") and placement == "a generator on each stage"
-    assert together or any(action.node.cohort >= 0 for lane in runs[0].steps[0].lanes for action in lane.actions)
-    for lane in runs[0].steps[0].lanes if fill in ("coarse", "decoupled") else ():
-        fills = "".join(a.kind.lower() if a.node.cohort >= 0 else "P" for a in lane.actions if a.kind in "FBI")
-        assert re.fullmatch("f*P*[bi]*", fills), fills  # around the pipeline
-    if damages:
-        assert any("vision.0@1" in name for name in runs[0].damaged)
+    given: dict[str, Given] = {}
+    for schedule, fill, counts, damages in ways:
+        setting = setting_of(folders, layouts, schedule, fill=fill, **options)
+        given[f"{schedule} {fill}"] = setting, expected(setting), counts, damages
+    for name, runs in run_together(pool, given, run).items():
+        setting, wanted, _, damages = given[name]
+        compare(wanted, runs, name)
+        lanes = runs[0].steps[0].lanes
+        together = setting.fill == "decoupled" and placement == "a generator on each stage"
+        assert together or any(action.node.cohort >= 0 for lane in lanes for action in lane.actions), name
+        for lane in lanes if setting.fill != "fine" else ():
+            fills = "".join(a.kind.lower() if a.node.cohort >= 0 else "P" for a in lane.actions if a.kind in "FBI")
+            assert re.fullmatch("f*P*[bi]*", fills), (name, fills)  # around the pipeline
+        assert bool(damages) == any("vision.0@1" in broken for broken in runs[0].damaged), name
 
 
-@pytest.mark.parametrize(("placement", "schedule", "fill"), PAIRS)
-def test_gradients_are_those_of_one_process(
-    pool: Pool, folders: dict[bool, str], placement: str, schedule: str, fill: str
-) -> None:
-    same(pool, folders, placement, schedule, fill, damages=placement == "an encoder on each stage")
+@pytest.mark.full_cases(
+    "a generator on each stage",
+    "an encoder and a generator of two ranks on pp2 dp2",
+    "an encoder on each stage",
+    "an encoder with tensor parallelism in pieces, and one without",
+    "with a generator, beyond the pipeline",
+)
+@pytest.mark.parametrize("placement", CHOSEN)
+def test_gradients_are_those_of_one_process(pool: Pool, folders: dict[bool, str], placement: str) -> None:
+    damages = int(placement == "an encoder on each stage")
+    check_placement(pool, folders, placement, [(*pair, COUNTS, damages) for pair in CHOSEN[placement]])
 
 
 def test_every_fill_is_in_every_placement_and_every_schedule() -> None:
-    every = {(p, s, f) for p in PLACEMENTS for s in SCHEDULES for f in FILLS if fits(p, s, f)}
     met = {*PAIRS, *((*key, fill) for key, (fill, _) in OTHERS.items())}
-    for kept in ((0, 1), (0, 2), (1, 2)):
-        assert {tuple(one[i] for i in kept) for one in every} == {tuple(one[i] for i in kept) for one in met}
+    assert {(p, f) for p, _, f in met} == {(p, f) for p in PLACEMENTS for f in FILLS}
+    assert {(s, f) for _, s, f in met} == {(s, f) for s in SCHEDULES for f in FILLS}
+    for placement in PLACEMENTS:
+        schedules = {s for p, s, _ in met if p == placement}
+        assert all(schedules & {*family} for family in FAMILIES if fits(placement, family[0])), placement
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("placement", "schedule"), OTHERS)
-def test_every_other_schedule_in_every_placement(
-    pool: Pool, folders: dict[bool, str], placement: str, schedule: str
-) -> None:
-    fill, count = OTHERS[placement, schedule]
-    same(pool, folders, placement, schedule, fill, (count,))
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_other_schedule_in_every_placement(pool: Pool, folders: dict[bool, str], placement: str) -> None:
+    others = {schedule: one for (where, schedule), one in OTHERS.items() if where == placement}
+    check_placement(pool, folders, placement, [(s, fill, (count,), 0) for s, (fill, count) in others.items()])

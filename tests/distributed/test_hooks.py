@@ -18,8 +18,8 @@ from torchmetrics import SumMetric
 
 from hetero_strategy.checkpoint import describe, saving
 from hetero_strategy.errors import ConfigError, HeteroError, ModelError
+from hetero_strategy.testing import Pool, WorkerError
 from tests.distributed import scenario
-from tests.distributed.harness import Pool, WorkerError
 from tests.distributed.scenario import Job, Lit, data
 from tests.distributed.test_own_modules import SHARDED, Own, Skipping
 
@@ -106,6 +106,7 @@ def skipping(rank: int, world: int, job: Job) -> None:
     trainer.validate(own, dm)
 
 
+@pytest.mark.full
 def test_blocks_that_do_not_run_are_refused_in_an_evaluation_too(pool: Pool, tmp_path: Path) -> None:
     job = Job(str(data(tmp_path)), batch=2, microbatches=1, precision="64-true", val="val.json")
     with pytest.raises(WorkerError, match=r"module 'vision': backbone.layers.0 did not run in a microbatch"):
@@ -299,6 +300,7 @@ class Midway(Lit):
             self.trainer.save_checkpoint(str(Path(self.trainer.checkpoint_callback.dirpath) / "midway.ckpt"))
 
 
+@pytest.mark.full
 def test_what_a_person_may_ask_for_in_vain_is_said_and_metrics_count_once(pool: Pool, tmp_path: Path) -> None:
     layouts = {"vision": {"ranks": [0]}, "audio": {"ranks": [0]}, "llm": {"ranks": [1]}}
     job = Job(str(data(tmp_path / "data")), layouts, steps=2, capture=False)

@@ -23,26 +23,20 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
-from lightning.pytorch.trainer.states import TrainerFn
 
 from hetero_strategy.checkpoint import describe
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.runtime.agreement import Stop
 from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.strategy.ending import end_together
-from hetero_strategy.strategy.launch import MultiProcessingLauncher, bound_device, prepare_device
-from tests.distributed.harness import Pool
-from tests.distributed.scenario import Job, data, train
+from hetero_strategy.strategy.launch import bound_device, prepare_device
+from hetero_strategy.testing import Pool
+from tests.distributed.scenario import Job, train
 from tests.distributed.scripts.train import STEPS
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 SECONDS = 150
 """From a rank's end to the job's end, however busy the machine is: without help the others would wait half an hour."""
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return data(tmp_path_factory.mktemp("launch") / "digits")
 
 
 @dataclass
@@ -91,8 +85,8 @@ def survivors(run: Run, seconds: float = 30) -> list[int]:
 
 
 class Starter:
-    def __init__(self, digits: Path, folder: Path) -> None:
-        self.digits, self.folder, self.runs = digits, folder, list[Run]()
+    def __init__(self, scenario_data: Path, folder: Path) -> None:
+        self.scenario_data, self.folder, self.runs = scenario_data, folder, list[Run]()
 
     def __call__(self, *options: str, torchrun: int = 0) -> Run:
         """In interpreters of its own."""
@@ -129,7 +123,7 @@ class Starter:
         return folder
 
     def command(self, folder: Path, options: tuple[str, ...]) -> list[str]:
-        return [str(SCRIPT), str(folder), str(self.digits), *options]
+        return [str(SCRIPT), str(folder), str(self.scenario_data), *options]
 
 
 ALONE = ("LOCAL_RANK", "MASTER_PORT", "WORLD_SIZE")
@@ -152,9 +146,9 @@ def _script(command: list[str], output: Connection) -> None:
 
 
 @pytest.fixture
-def start(pool: Pool, digits: Path, tmp_path: Path) -> Iterator[Starter]:
+def start(pool: Pool, scenario_data: Path, tmp_path: Path) -> Iterator[Starter]:
     """Of a session with a ``pool``, whose process :meth:`Starter.warm` forks."""
-    starter = Starter(digits, tmp_path)
+    starter = Starter(scenario_data, tmp_path)
     yield starter
     for run in starter.runs:
         for pid in run.pids():
@@ -178,23 +172,15 @@ def check_start(runs: dict[str, Run], expected: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(digits: Path) -> float:
+def alone(scenario_data: Path) -> float:
     """Last loss of one process."""
-    return train(Job(str(digits), steps=STEPS, batch=8, capture=False)).losses[-1]
+    return train(Job(str(scenario_data), steps=STEPS, batch=8, capture=False)).losses[-1]
 
 
 @pytest.mark.full
-@pytest.mark.slow
-def test_torchrun_gives_the_same_loss(start: Starter, alone: float) -> None:
-    """So does popen: the run of tests/recipes that goes on is compared digit by digit."""
-    check_start({"torchrun": start(torchrun=2)}, alone)
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_every_other_way_to_start_gives_the_same_loss(start: Starter, alone: float) -> None:
-    check_start({way: start("--start", way) for way in ("fork", "spawn")}, alone)
-    check_start({"popen, again": start("--again")}, alone)
+def test_another_run_of_a_script_gives_the_same_loss(start: Starter, alone: float) -> None:
+    """So do popen and torchrun: runs of tests/recipes that go on are compared digit by digit."""
+    check_start({"popen, again": start.warm("--again")}, alone)
 
 
 def check_message(way: str, run: Run, text: str, seconds: float) -> None:
@@ -212,37 +198,30 @@ def check_message(way: str, run: Run, text: str, seconds: float) -> None:
     assert not (run.folder / "last.ckpt").exists(), way
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_rank_that_raises_ends_the_job(start: Starter) -> None:
     (raised,) = watch_all({"popen 0": start.warm("--fail", "0", "2")})
     check_message(*raised)
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_job(start: Starter) -> None:
-    ((_, killed, text, seconds),) = watch_all({"killed": start("--kill", "1", "2")})
+    ((_, killed, text, seconds),) = watch_all({"killed": start.warm("--kill", "1", "2")})
     assert killed.code != 0
     assert seconds < SECONDS, text
     assert survivors(killed) == []
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job_however_it_was_started(start: Starter) -> None:
-    runs = {
-        "torchrun 1": start("--fail", "1", "2", torchrun=2),
-        "fork 0": start("--start", "fork", "--fail", "0", "2"),
-    }
-    for ended in watch_all(runs):
-        check_message(*ended)
+    (raised,) = watch_all({"torchrun 1": start("--fail", "1", "2", torchrun=2)})
+    check_message(*raised)
 
 
-@pytest.mark.slow
 @pytest.mark.full
 def test_a_rank_that_hangs_ends_the_job_soon(start: Starter) -> None:
     """After the first step collectives have five seconds, not half an hour."""
-    run = start.warm("--start", "fork", "--sleep", "1", "2", "--step-timeout", str(5 / 60))
+    run = start.warm("--sleep", "1", "2", "--step-timeout", str(5 / 60))
     wait_for(run.folder / "asleep")
     began = time.monotonic()
     text = run.end(2 * SECONDS)
@@ -255,14 +234,9 @@ def test_a_rank_that_hangs_ends_the_job_soon(start: Starter) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.slow
-def test_a_signal_to_end_lets_ranks_save_and_ends_the_process_that_started_them(start: Starter) -> None:
-    """Whether a rank gets it or that process, which is none. A script ends with code 0, as it does with popen."""
-    runs = {
-        "fork 1": start.warm("--start", "fork", "--tell", "SIGTERM", "1", "1"),
-        "fork": start.warm("--start", "fork", "--tell", "SIGTERM", "parent", "1"),
-        "spawn": start("--start", "spawn", "--tell", "SIGTERM", "parent", "1"),
-    }
+def test_a_signal_to_end_lets_ranks_save(start: Starter) -> None:
+    """Whichever rank gets it. A script ends with code 0."""
+    runs = {f"popen {rank}": start.warm("--tell", "SIGTERM", str(rank), "1") for rank in (0, 1)}
     for way, run, text, seconds in watch_all(runs):
         assert run.code == 0 and seconds < SECONDS, f"{way}\n{text}"
         assert describe(run.folder / "last.ckpt").step in (2, 3), way  # another process is told within a step or two
@@ -271,18 +245,17 @@ def test_a_signal_to_end_lets_ranks_save_and_ends_the_process_that_started_them(
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_ctrl_c_of_the_process_that_started_the_ranks_ends_them(start: Starter) -> None:
-    run = start.warm("--start", "fork", "--tell", "SIGINT", "parent", "1", "--sleep", "1", "2")
+    """Schedulers and editors signal this process alone, and Lightning kills the other ranks with it."""
+    run = start.warm("--tell", "SIGINT", "0", "1", "--sleep", "1", "2")
     text, seconds = watched(run)
     assert run.code == 1 and seconds < SECONDS, text
-    assert sorted(p.name for p in run.folder.glob("told*")) == ["told0", "told1"], text
+    assert (run.folder / "told0").exists() and (run.folder / "finally0").exists(), text
     assert not (run.folder / "last.ckpt").exists()
     assert survivors(run) == []
 
 
 @pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.parametrize("waits", [0, 1])
 def test_ctrl_c_ends_a_job_in_whose_teardown_a_rank_waits_for_ever(start: Starter, waits: int) -> None:
     """As a device does that waits for a message which no rank will send any more."""
@@ -300,7 +273,6 @@ def test_ctrl_c_ends_a_job_in_whose_teardown_a_rank_waits_for_ever(start: Starte
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_a_failure_after_fit_ends_the_job(start: Starter) -> None:
     late = start("--late")
     text = late.end()
@@ -309,10 +281,8 @@ def test_a_failure_after_fit_ends_the_job(start: Starter) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.slow
 def test_nothing_is_left_of_a_killed_job(start: Starter) -> None:
-    """Nor of one that popen started: of a run of recipes/train.py, as tests/recipes sees it in `make test`."""
-    run = start("--start", "fork", "--sleep", "1", "2")
+    run = start.warm("--sleep", "1", "2")
     wait_for(run.folder / "asleep")
     pids = run.pids()
     assert len(pids) == 2 and all(alive(p) for p in pids)
@@ -342,29 +312,13 @@ def wait_for(path: Path, seconds: float = 360) -> None:
         time.sleep(0.05)
 
 
-def test_weights_that_ended_with_their_processes_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a module that was trained by fork or spawn, however that ended; a checkpoint has them."""
-
-    def started(self: MultiProcessingLauncher, function: object, module: object, *given: object, **_: object) -> str:
-        self.procs = [BaseProcess()]
-        if module is broken:
-            raise ValueError("broken")
-        return "ran"
-
-    broken = L.LightningModule()
-    monkeypatch.setattr("hetero_strategy.strategy.launch._MultiProcessingLauncher.launch", started)
-    launcher = MultiProcessingLauncher(HeteroStrategy({"llm": {"ranks": [0]}}, start_method="fork"), "fork")
-    module, trainer = L.LightningModule(), L.Trainer(logger=False, enable_checkpointing=False)
-    trainer.state.fn = TrainerFn.FITTING
-    assert launcher.launch(print, module, None, trainer=trainer) == "ran"
-    with pytest.raises(ValueError, match="broken"):
-        launcher.launch(print, broken, None, trainer=trainer)
-    trainer.state.fn = TrainerFn.VALIDATING
-    for trained in (module, broken):
-        with pytest.raises(ConfigError, match="give ckpt_path="):
-            launcher.launch(print, trained, None, None, trainer=trainer)
-    assert launcher.launch(print, module, None, "last.ckpt", trainer=trainer) == "ran"
-    assert launcher.launch(print, L.LightningModule(), None, None, trainer=trainer) == "ran"
+def test_a_notebook_trains_on_one_device() -> None:
+    """There Lightning asks the launcher; a script would be run again for other devices, and a notebook is none."""
+    for devices in (1, 2):
+        strategy = HeteroStrategy({"llm": {"ranks": devices}})
+        L.Trainer(strategy=strategy, accelerator="cpu", devices=devices, logger=False, enable_checkpointing=False)
+        assert strategy.launcher is not None
+        assert strategy.launcher.is_interactive_compatible == (devices == 1)
 
 
 def test_nodes_on_which_nobody_starts_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,21 +370,15 @@ def test_what_nccl_and_cuda_start_with_unless_the_person_says_otherwise(
     assert os.environ[name] == own
 
 
-def test_settings_that_keep_streams_from_running_beside_each_other_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    priority, queues = "TORCH_NCCL_HIGH_PRIORITY", "CUDA_DEVICE_MAX_CONNECTIONS"
-    for name in (priority, queues):
-        monkeypatch.delenv(name, raising=False)
+def test_a_setting_that_keeps_streams_from_running_beside_each_other_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    queues = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(queues, raising=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        prepare_device(torch.device("cuda", 0), streams=True)
-    assert os.environ[priority] == "1"
+        prepare_device(torch.device("cuda", 0))
     monkeypatch.setenv(queues, "1")  # as Megatron asks for
     with pytest.warns(UserWarning, match=f"{queues}=1 is set, so messages, collectives, .* set it to 8 or more"):
         prepare_device(torch.device("cuda", 0))
-    monkeypatch.setenv(queues, "8")
-    monkeypatch.setenv(priority, "0")
-    with pytest.warns(UserWarning, match=f"{priority}=0 is set, so what tp_bubbles puts beside"):
-        prepare_device(torch.device("cuda", 0), streams=True)
 
 
 def test_a_rank_that_raises_does_not_wait_for_the_others_when_it_exits() -> None:

@@ -35,9 +35,9 @@ from torchmetrics import CatMetric, MeanMetric, SumMetric
 
 from hetero_strategy.errors import HeteroError
 from hetero_strategy.model import MultimodalModel
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool
 from tests.distributed.probe import APART, PAIR, PIPELINED, Case, Probe, Seen, both, far, observe, ranked, whole
-from tests.distributed.scenario import Job, data, datamodule
+from tests.distributed.scenario import Job, datamodule
 from tests.manifests import entry, write_manifest
 
 
@@ -141,11 +141,6 @@ class Finding(Probe):
     lr = 3e-3
 
 
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return data(tmp_path_factory.mktemp("lightning") / "digits")
-
-
 def optimization(folder: Path) -> dict[str, Case]:
     job = Job(str(folder), steps=4, batch=8, precision="64-true", capture=False)
     val = replace(job, val="val.json", steps=-1)
@@ -201,15 +196,16 @@ OTHERS = ("clip by value", "clip by hand", "accumulation scheduler", "other weig
 
 
 @pytest.mark.full
-def test_other_optimization_is_as_in_one_process(pool: Pool, digits: Path) -> None:
-    cases = optimization(digits)
+def test_other_optimization_is_as_in_one_process(pool: Pool, scenario_data: Path) -> None:
+    cases = optimization(scenario_data)
     check_optimization(both(pool, {name: cases[name] for name in OTHERS}, APART, 3))
     pipelined = ("clip by norm", "manual")
     check_optimization(both(pool, {name: cases[name] for name in pipelined}, PIPELINED, 2))
 
 
-def test_optimization_is_as_in_one_process(pool: Pool, digits: Path) -> None:
-    cases = {name: case for name, case in optimization(digits).items() if name not in OTHERS}
+@pytest.mark.full
+def test_optimization_is_as_in_one_process(pool: Pool, scenario_data: Path) -> None:
+    cases = {name: case for name, case in optimization(scenario_data).items() if name not in OTHERS}
     runs = both(pool, cases, APART, 3)
     check_optimization(runs)
     norms = runs["clip by norm"][0].norms
@@ -231,7 +227,7 @@ def test_optimization_is_as_in_one_process(pool: Pool, digits: Path) -> None:
         assert {str(s.kernels) for s in found} == {str(found[0].kernels)}, how
 
 
-def kernels(rank: int, world: int, digits: str) -> dict[str, Any]:
+def kernels(rank: int, world: int, scenario_data: str) -> dict[str, Any]:
     """Why shards: torch's multi-tensor kernels over sharded and whole parameters at once."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -253,7 +249,7 @@ def kernels(rank: int, world: int, digits: str) -> dict[str, Any]:
                 raised[f"{how} {name}"] = ""
             except RuntimeError as error:
                 raised[f"{how} {name}"] = str(error)
-    job = Job(digits, steps=3, batch=8, precision="64-true", capture=False)
+    job = Job(scenario_data, steps=3, batch=8, precision="64-true", capture=False)
     chosen = {}
     for how in ("foreach", "fused"):
         for name, layouts in {"one kind": {n: {"ranks": [0, 1]} for n in PAIR}, "mixed": PAIR}.items():
@@ -268,8 +264,8 @@ def kernels(rank: int, world: int, digits: str) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_multi_tensor_kernels_are_used_where_torch_can(pool: Pool, digits: Path) -> None:
-    results = pool.run(2, kernels, str(digits))
+def test_multi_tensor_kernels_are_used_where_torch_can(pool: Pool, scenario_data: Path) -> None:
+    results = pool.run(2, kernels, str(scenario_data))
     for rank, result in enumerate(results):
         for name, error in result["torch"].items():
             assert ("mixed torch.Tensor and DTensor" in error) == ("mixed" in name), (name, error)
@@ -291,8 +287,8 @@ def test_multi_tensor_kernels_are_used_where_torch_can(pool: Pool, digits: Path)
             assert mixed_losses == pytest.approx(one_losses, rel=1e-10)
 
 
-def memory(rank: int, world: int, digits: str) -> dict[str, Seen]:
-    job = Job(digits, steps=-1, batch=8, precision="64-true", capture=False)
+def memory(rank: int, world: int, scenario_data: str) -> dict[str, Seen]:
+    job = Job(scenario_data, steps=-1, batch=8, precision="64-true", capture=False)
     windows = {"accumulate_grad_batches": 2, "limit_train_batches": 5, "max_epochs": 1}
     return {
         "every step": observe(Case(job, PAIR, lit=Watched, trainer={"limit_train_batches": 3, "max_epochs": 1})),
@@ -301,8 +297,9 @@ def memory(rank: int, world: int, digits: str) -> dict[str, Seen]:
     }
 
 
-def test_old_gradients_do_not_outlive_their_use(pool: Pool, digits: Path) -> None:
-    for result in pool.run(2, memory, str(digits), group=False):
+@pytest.mark.full
+def test_old_gradients_do_not_outlive_their_use(pool: Pool, scenario_data: Path) -> None:
+    for result in pool.run(2, memory, str(scenario_data), group=False):
         assert result["every step"].kept == [False] * 3
         assert result["windows"].kept == [False, True, False, True, False]
         assert result["own zero_grad"].kept == [False, True, True, True]
@@ -558,23 +555,24 @@ def flat(told: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def lived(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def lived(scenario_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A whole life in one process."""
-    job = Job(str(digits), batch=8, val="val.json", precision="64-true", capture=False)
+    job = Job(str(scenario_data), batch=8, val="val.json", precision="64-true", capture=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return live_on(0, 1, Case(job), str(tmp_path_factory.mktemp("one")))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param(PIPELINED, id="pipelined", marks=pytest.mark.full),
+        pytest.param(PIPELINED, id="pipelined"),
         pytest.param("hetero", id="registered"),
     ],
 )
-def test_a_whole_life(pool: Pool, digits: Path, lived: dict[str, Any], tmp_path: Path, layouts: Any) -> None:
-    expected, job = lived, Job(str(digits), batch=8, val="val.json", precision="64-true", capture=False)
+def test_a_whole_life(pool: Pool, scenario_data: Path, lived: dict[str, Any], tmp_path: Path, layouts: Any) -> None:
+    expected, job = lived, Job(str(scenario_data), batch=8, val="val.json", precision="64-true", capture=False)
     found = pool.run(2, live_on, Case(job, layouts), str(tmp_path), timeout=300, group=False)
     assert found[0]["progress"] == expected["progress"] and found[1]["progress"] is None
     for rank, told in enumerate(found):
@@ -727,8 +725,8 @@ class Lists(Probe):
         return self.model(batch).loss
 
 
-def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
-    job = Job(digits, steps=2, batch=8, capture=False)
+def refuse(rank: int, world: int, scenario_data: str) -> dict[str, str]:
+    job = Job(scenario_data, steps=2, batch=8, capture=False)
     case = Case(job, PAIR)
     said: dict[str, str] = {}
 
@@ -790,7 +788,7 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
         assert whole(other).keys() == whole(lit).keys() and not other.seen.start.keys() - whole(other).keys()
 
     attempt("two modules", case, two_modules)
-    plain = str(Path(digits).parent / "plain.ckpt")
+    plain = str(Path(scenario_data).parent / "plain.ckpt")
 
     def resumed(trainer: L.Trainer, lit: Probe, dm: Any) -> None:
         trainer.fit(lit, dm, ckpt_path=plain)
@@ -823,8 +821,9 @@ def refuse(rank: int, world: int, digits: str) -> dict[str, str]:
     return said
 
 
-def test_what_cannot_be_done_is_said(pool: Pool, digits: Path) -> None:
-    first, second = pool.run(2, refuse, str(digits), timeout=240, group=False)
+@pytest.mark.full
+def test_what_cannot_be_done_is_said(pool: Pool, scenario_data: Path) -> None:
+    first, second = pool.run(2, refuse, str(scenario_data), timeout=240, group=False)
     assert all(
         words in first["throughput"] for words in ("hetero_strategy.monitor.ThroughputMonitor", "none is uploaded")
     )

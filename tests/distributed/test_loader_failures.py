@@ -21,15 +21,14 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from hetero_strategy.data.build_index import DatasetIndex, build_index
 from hetero_strategy.data.tokenizer import ChatTokenizer
-from hetero_strategy.loading.agree import Agree
-from hetero_strategy.loading.ahead import Ahead
 from hetero_strategy.loading.context import TrainingContext
 from hetero_strategy.loading.datamodule import MultimodalDataModule
-from hetero_strategy.loading.loader import StepLoader
+from hetero_strategy.loading.loader import Background, StepLoader, agreed
+from hetero_strategy.loading.options import Workers
 from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.strategy import HeteroStrategy
-from tests.distributed.harness import Pool, WorkerError
-from tests.distributed.scenario import Job, Lit, data, model_of, worst_gradient, worst_loss
+from hetero_strategy.testing import Pool, WorkerError
+from tests.distributed.scenario import Job, Lit, model_of, worst_gradient, worst_loss
 from tests.distributed.scenario import Result as Ran
 from tests.small_models import READING, digit_processors, kinds_of
 
@@ -47,10 +46,8 @@ class Loading(MultimodalDataModule):
         steps = super()._loader(split).steps
         if self.mute:
             steps.index = muted(steps.index, self.mute)
-        options = dict(self.options)
-        if options.get("on_error") == "skip":
-            options["finish"] = (Agree(TrainingContext.of(self.trainer).group),)
-        self._loaders[split] = StepLoader(steps, **options)
+        group = TrainingContext.of(self.trainer).group
+        self._loaders[split] = StepLoader(steps, group=group, background=self._background, **self.options)
         return self._loaders[split]
 
 
@@ -70,7 +67,7 @@ class Killing(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.at and trainer.global_rank == 1:
-            os.kill(trainer.datamodule._loaders["train"]._pool.pids()[0], signal.SIGKILL)  # type: ignore[attr-defined]
+            os.kill(trainer.datamodule._loaders["train"]._pool._workers[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
 
 
 def fit(job: Job, options: dict[str, Any], mute: tuple[int, ...] = (), kill: int | None = None) -> tuple[Ran, Any]:
@@ -112,7 +109,7 @@ def fit(job: Job, options: dict[str, Any], mute: tuple[int, ...] = (), kill: int
     trainer.fit(module, datamodule=dm)
     loader = kept["train"]
     metrics = [(float(a), float(b)) for a, b in module.metrics]
-    return Ran([float(x) for x in module.losses], module.gradients, metrics, {}, {}), (loader.skipped, loader.restarts)
+    return Ran([float(x) for x in module.losses], module.gradients, metrics, {}, {}), loader.skipped
 
 
 def fit_on_rank(rank: int, world: int, *args: Any) -> tuple[Ran, Any]:
@@ -121,21 +118,16 @@ def fit_on_rank(rank: int, world: int, *args: Any) -> tuple[Ran, Any]:
 
 
 def fit_by_server(rank: int, world: int, *args: Any) -> tuple[Ran, Any]:
-    """Workers are forked from a process that knows nothing of CUDA and NCCL, as is one that replaces another."""
+    """Workers are forked from a process that knows nothing of CUDA and NCCL."""
     multiprocessing.set_start_method("forkserver", force=True)
     return fit(*args)
 
 
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return data(tmp_path_factory.mktemp("failures") / "digits")
-
-
 @pytest.fixture
-def damaged(digits: Path, tmp_path: Path) -> tuple[Job, tuple[int, ...]]:
+def damaged(scenario_data: Path, tmp_path: Path) -> tuple[Job, tuple[int, ...]]:
     """Data with an image and a recording cut in the middle, in the first steps, after they were indexed."""
     folder = tmp_path / "digits"
-    shutil.copytree(digits, folder)
+    shutil.copytree(scenario_data, folder)
     index = build_index(folder / "train.json", ChatTokenizer(folder), digit_processors(), progress=False)
     bad = []
     for module, least in (("vision", 1), ("audio", 9)):
@@ -149,27 +141,28 @@ def damaged(digits: Path, tmp_path: Path) -> tuple[Job, tuple[int, ...]]:
 
 
 def test_skipped_samples_train_as_samples_without_labels(
-    pool: Pool, digits: Path, damaged: tuple[Job, tuple[int, ...]]
+    pool: Pool, scenario_data: Path, damaged: tuple[Job, tuple[int, ...]]
 ) -> None:
     job, bad = damaged
-    intact = replace(job, folder=str(digits))
+    intact = replace(job, folder=str(scenario_data))
     expected, _ = fit(intact, {}, bad)
     alone, counted = fit(job, {"on_error": "skip"})
-    assert counted == (2, 0)
-    on_two = pool.run(2, fit_on_rank, job.on(**LAYOUTS), {"on_error": "skip", "num_workers": 1}, group=False)
+    assert counted == 2
+    on_two = pool.run(2, fit_on_rank, job.on(**LAYOUTS), {"on_error": "skip", "workers": Workers(1)}, group=False)
     for ran, of in ([alone], "one process"), ([ran for ran, _ in on_two], "two"):
         assert worst_loss(expected, ran) < 1e-9, of
         assert worst_gradient(expected, ran)[0] < 1e-8, of
         assert all(np.allclose(r.metrics, expected.metrics) for r in ran)
-    assert [counts for _, counts in on_two] == [(2, 0), (2, 0)]  # both ranks count both
+    assert [counts for _, counts in on_two] == [2, 2]  # both ranks count both
     control, _ = fit(intact, {})
     assert worst_gradient(expected, [control])[0] > 1e-3 and worst_loss(expected, [control]) > 1e-3
 
 
+@pytest.mark.full
 def test_stop_takes_the_job_down_with_its_own_message(pool: Pool, damaged: tuple[Job, tuple[int, ...]]) -> None:
     job, bad = damaged
     with pytest.raises(WorkerError) as error:
-        pool.run(2, fit_on_rank, job.on(**LAYOUTS), {"num_workers": 1}, group=False)
+        pool.run(2, fit_on_rank, job.on(**LAYOUTS), {"workers": Workers(1)}, group=False)
     assert error.value.error == "DataError"
     assert error.value.rank == 0 and f"train-{bad[0]:06d}.png" in str(error.value)  # the rank that reads images
     assert f"sample 'train-{bad[0]:06d}'" in str(error.value) and "on_error='skip'" in str(error.value)
@@ -177,16 +170,11 @@ def test_stop_takes_the_job_down_with_its_own_message(pool: Pool, damaged: tuple
 
 @pytest.mark.full
 @pytest.mark.parametrize("fitted", [fit_on_rank, fit_by_server])
-def test_killed_workers(pool: Pool, digits: Path, fitted: Any) -> None:
+def test_killed_workers(pool: Pool, scenario_data: Path, fitted: Any) -> None:
     """Killed in the third of nine steps: in a busy process the worker may be some steps ahead."""
-    job = Job(str(digits), steps=9, batch=8, precision="64-true", shuffle=False)
-    expected, _ = fit(job, {})
-    job = job.on(**LAYOUTS)
-    found = pool.run(2, fitted, job, {"num_workers": 1, "on_error": "skip"}, (), 2, group=False)
-    assert worst_loss(expected, [ran for ran, _ in found]) < 1e-9
-    assert [counts for _, counts in found] == [(0, 0), (0, 1)]
+    job = Job(str(scenario_data), steps=9, batch=8, precision="64-true", shuffle=False).on(**LAYOUTS)
     with pytest.raises(WorkerError, match=r"(?s)loader worker 0 of 1 was killed by SIGKILL.*of epoch 0") as error:
-        pool.run(2, fitted, job, {"num_workers": 1}, (), 2, group=False)
+        pool.run(2, fitted, job, {"workers": Workers(1)}, (), 2, group=False)
     assert error.value.error == "DataError" and error.value.rank == 1
 
 
@@ -203,7 +191,7 @@ class Uneven(StepDataset):
         return super().__getitem__(place)
 
 
-def agreed(rank: int, world: int, folder: str, workers: int) -> list[tuple[str, int, int]]:
+def turns_on_rank(rank: int, world: int, folder: str, workers: int) -> list[tuple[str, int, int]]:
     """Train and val loaders take turns, are left early and closed, with a collective in the thread at every batch."""
     multiprocessing.set_start_method("fork", force=True)
     group = dist.new_group(backend="gloo")
@@ -218,11 +206,11 @@ def agreed(rank: int, world: int, folder: str, workers: int) -> list[tuple[str, 
             dist.all_gather_object(everyone, mine, group=group)
             assert everyone == [mine] * world, everyone
             ran.append(mine)
-            return batch
+            return agreed(batch, group)
 
         return finish
 
-    background = Ahead()
+    background = Background()
     loaders = {}
     for name in ("train", "val"):
         edges = (("vision", "llm"), ("audio", "llm"))
@@ -231,9 +219,10 @@ def agreed(rank: int, world: int, folder: str, workers: int) -> list[tuple[str, 
         steps.rank = rank
         loaders[name] = StepLoader(
             steps,
-            num_workers=workers,
+            workers=Workers(workers),
             on_error="skip",
-            finish=(same(name), Agree(group)),
+            finish=same(name),
+            group=group,
             background=background,
         )
     for epoch in range(2):
@@ -248,12 +237,13 @@ def agreed(rank: int, world: int, folder: str, workers: int) -> list[tuple[str, 
                 break
     for loader in loaders.values():
         loader.close()
-    assert background.close()
+    background.close()
     dist.barrier()
     return ran
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 1])
-def test_collectives_of_loaders_that_take_turns_meet(pool: Pool, digits: Path, workers: int) -> None:
-    first, second = pool.run(2, agreed, str(digits), workers)
+def test_collectives_of_loaders_that_take_turns_meet(pool: Pool, scenario_data: Path, workers: int) -> None:
+    first, second = pool.run(2, turns_on_rank, str(scenario_data), workers)
     assert first == second and len(first) > 2 * 8 + 3 * 2 * 3

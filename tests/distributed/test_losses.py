@@ -21,10 +21,10 @@ from hetero_strategy.loading.steps import RankView
 from hetero_strategy.model import ModelOutput, MultimodalModel
 from hetero_strategy.parallelize.gradients import local, settle
 from hetero_strategy.plan.packing import deal
-from hetero_strategy.runtime import local_stage
+from hetero_strategy.runtime import actions
 from hetero_strategy.runtime.step import StepRunner
+from hetero_strategy.testing import Pool
 from tests.distributed.exact import EXACT, NOTICED, on
-from tests.distributed.harness import Pool
 from tests.distributed.stepping import (
     SAMPLES,
     Reference,
@@ -238,7 +238,7 @@ def partly_on_rank(rank: int, world: int, settings: list[Setting]) -> list[dict[
         model.attach(StepRunner(made.executor, owned, lambda: None, lambda: True, lambda: False))
         steps = steps_of(setting, 2, share_of(placed(setting, world), setting, rank))
         split = any("tp" in layout for layout in setting.layouts.values())
-        with patch.object(local_stage, "settle", partial(settle_rounded, rank)) if split else nullcontext():
+        with patch.object(actions, "settle", partial(settle_rounded, rank)) if split else nullcontext():
             found.append(partly(model, [steps[0], steps[0, 1]]))
     return found
 
@@ -270,6 +270,7 @@ def test_parameters_that_no_loss_reaches_have_no_gradient_on_any_layout(pool: Po
                 assert apart <= bound * (1 + float(gradient.norm())), (case, name)
 
 
+@pytest.mark.full
 def test_losses_in_any_expression(pool: Pool, tmp_path: Path) -> None:
     setting = Setting(data(tmp_path, draws=True), LAYOUTS, dropout=DROPOUT, lm="hf_llama")
     references = alone(setting)

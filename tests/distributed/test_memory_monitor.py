@@ -12,9 +12,9 @@ import pytest
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.monitor import MemoryMonitor
+from hetero_strategy.testing import Pool
 from tests.distributed.exact import on
-from tests.distributed.harness import Pool
-from tests.distributed.scenario import Job, build, data
+from tests.distributed.scenario import Job, build
 
 
 def watched(rank: int, world: int, job: Job) -> tuple[np.ndarray, np.ndarray, int] | None:
@@ -27,30 +27,26 @@ def watched(rank: int, world: int, job: Job) -> tuple[np.ndarray, np.ndarray, in
     return None if found is None else (found.measured, found.expected, found.batch)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(data(tmp_path_factory.mktemp("memory")))
-
-
 ALL = {name: on(0, 1) for name in ("vision", "audio", "llm")}
 PIPELINE = {"vision": on(0, 1), "audio": on(0, 1), "llm": on(0, 1, pp=2)}
 IDLE = {"vision": on(0), "audio": on(0), "llm": on(0)}
-AHEAD: dict[str, Any] = {"fill": "fine", "prefetch": {"vision": 1}}
+FILLED: dict[str, Any] = {"fill": "fine"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layouts", "precision", "summed", "options"),
     [
-        pytest.param(ALL, "bf16-mixed", 2, {}, marks=pytest.mark.full),
-        pytest.param(PIPELINE, "32-true", 3, {}, marks=pytest.mark.full),
-        (PIPELINE, "bf16-mixed", 1, AHEAD),
-        pytest.param(IDLE, "32-true", 1, {}, marks=pytest.mark.full),
+        (ALL, "bf16-mixed", 2, {}),
+        (PIPELINE, "32-true", 3, {}),
+        (PIPELINE, "bf16-mixed", 1, FILLED),
+        (IDLE, "32-true", 1, {}),
     ],
-    ids=["shards, bf16, of 2 batches", "pipeline, of 3 batches", "pipeline, bf16, ahead", "an idle rank"],
+    ids=["shards, bf16, of 2 batches", "pipeline, of 3 batches", "pipeline, bf16, filled", "an idle rank"],
 )
 def test_what_is_measured_is_near_what_is_predicted(
     pool: Pool,
-    folder: str,
+    scenario_data: Path,
     tmp_path: Path,
     layouts: dict[str, Any],
     precision: str,
@@ -59,7 +55,9 @@ def test_what_is_measured_is_near_what_is_predicted(
 ) -> None:
     trainer = {"accumulate_grad_batches": summed, "default_root_dir": str(tmp_path), "max_epochs": 1}
     freeze = ("vision",) if options else ()
-    job = Job(folder, layouts, 6 // summed, precision=precision, trainer=trainer, capture=False, strategy=options)
+    job = Job(
+        str(scenario_data), layouts, 6 // summed, precision=precision, trainer=trainer, capture=False, strategy=options
+    )
     first, *others = pool.run(2, watched, replace(job, freeze=freeze), timeout=360)
     assert first is not None and others == [None]
     measured, expected, batch = first

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hetero_strategy.monitor import ThroughputMonitor
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool
 from tests.monitor.fakes import STEP, Clock, Counted, CountedEncoder, Lit, Loader, Model, Remember, make_batch
 
 

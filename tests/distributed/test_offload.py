@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from hetero_strategy.parallelize.offload import SavedBlock, host_memory
+from hetero_strategy.parallelize.host_memory import SavedBlock, host_memory
+from hetero_strategy.testing import Pool
 from tests.distributed.exact import compare, expected, on, setting_of
-from tests.distributed.harness import Pool
 from tests.distributed.stepping import OnRank, Reference, Run, Setting, Stepped
 
 EVERYWHERE = {"vision": "all", "llm": "every 2"}
@@ -23,7 +23,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"recompute": {"vision": "all", "llm": "every 2"}},
     ),
     "tensor parallel": (
-        {"vision": on(0, 1, tp=2), "llm": on(0, 1, 2, 3, pp=2, tp=2, tp_chunks=2)},
+        {"vision": on(0, 1, tp=2), "llm": on(0, 1, 2, 3, pp=2, tp=2)},
         {"recompute": {"llm": "every 2"}},
     ),
     "sharded": ({"vision": on(0, 1), "llm": on(0, 1, 2, 3, pp=2)}, {}),
@@ -65,7 +65,8 @@ def moved_on_rank(
         late += not block._coming
         reach(block)
 
-    for one in (setting, replace(setting, offload={}), *(replace(setting, schedule=other) for other in others)):
+    stay = {module: {n: way for n, way in of.items() if n != "offload"} for module, of in setting.transforms.items()}
+    for one in (setting, replace(setting, transforms=stay), *(replace(setting, schedule=other) for other in others)):
         torch._dynamo.reset()
         here, note = OnRank(rank, world, one), _Noted(wanted, [])
         with patch.object(SavedBlock, "reach", reached):
@@ -81,14 +82,27 @@ def moved_on_rank(
     return [Run(steps, {}) for steps in made], same, most, late
 
 
+@pytest.mark.full_cases(
+    "an encoder before stages of 1f1b",
+    "encoder in bubbles",
+    "replicated rows, tied",
+    "sharded, gathered always, frozen backbone",
+    "sharded",
+    "tensor parallel",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_same_gradients(pool: Pool, folders: dict[bool, str], name: str) -> None:
     layouts, options = CASES[name]
-    layers = {"llm_layers": 4, "vision_layers": 3} | options
-    setting = setting_of(folders, layouts, "1f1b", **{"offload": EVERYWHERE, **layers})
-    wanted = expected(setting)
+    layers = {"llm_layers": 4, "vision_layers": 3} | {n: v for n, v in options.items() if n != "recompute"}
+    setting = setting_of(folders, layouts, "1f1b", **layers)
+    setting = setting.plus(offload=EVERYWHERE, recompute=options.get("recompute", {}))
     others = ("zb_h1", "gpipe") if "stages" in name else ()
-    ranks = pool.run(setting.world, moved_on_rank, setting, wanted, others, timeout=400)
+    check_moved(setting, pool.run(setting.world, moved_on_rank, setting, expected(setting), others, timeout=400))
+
+
+def check_moved(setting: Setting, ranks: list[tuple[list[Run], bool, int, int]]) -> None:
+    """Compare what :func:`moved_on_rank` made on every rank with one process and with activations that stay."""
+    wanted = expected(setting)
     runs, same, most, late = zip(*ranks, strict=True)
     for each in zip(*runs, strict=True):
         compare(wanted, each)

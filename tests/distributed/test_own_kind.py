@@ -21,9 +21,7 @@ from torch.utils._pytree import register_dataclass
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ModelError
-from hetero_strategy.layout.placement import place
-from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.loading.payload import InstanceUnits
+from hetero_strategy.layout.spec import ModuleLayout, place
 from hetero_strategy.model import (
     Adapter,
     LossOutput,
@@ -32,15 +30,16 @@ from hetero_strategy.model import (
     ModuleKind,
     MultimodalModel,
 )
+from hetero_strategy.model.kind import InstanceUnits
+from hetero_strategy.model.read_spec import spec_of
 from hetero_strategy.parallelize.apply import check
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata, UnitRuns
-from hetero_strategy.planner.evaluate import Candidate
-from hetero_strategy.planner.hardware import cluster
+from hetero_strategy.planner.candidate import Candidate
 from hetero_strategy.planner.search import Planner
-from hetero_strategy.planner.shape import shape_of
-from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.simulator.cost_model import CostModel
+from hetero_strategy.simulator.hardware import cluster
+from hetero_strategy.testing import Pool
 from tests.distributed import scenario
-from tests.distributed.harness import Pool
 from tests.distributed.scenario import WIDTH, Job, Lit, Result, data, worst_gradient, worst_loss
 
 NEGATIVES = 3
@@ -222,6 +221,7 @@ def expected(job: Job) -> Fitted:
     return fit(job)
 
 
+@pytest.mark.full
 def test_same_gradients(pool: Pool, job: Job, expected: Fitted) -> None:
     found = pool.run(3, on_rank, [job.on(**layouts) for layouts in LAYOUTS.values()], timeout=300)
     assert expected.result.gradients["model.match.picture.weight"].abs().max() > 0
@@ -275,13 +275,13 @@ def test_plans_know_its_units_and_that_it_has_no_blocks(job: Job) -> None:
     with torch.device("meta"):
         lit.configure_model()
     assert lit.model is not None
-    planner = Planner(shape_of(lit.model), cluster("cpu", 1, 2), [batch], microbatches=1, simulations=1)
+    planner = Planner(CostModel(spec_of(lit.model), cluster("cpu", 1, 2)), [batch], microbatches=1, simulations=1)
     assert planner.plan().best.seconds > 0
     blockless = ModuleLayout(range(2), split=(0,)).resolved()  # as a run chooses it
     ran = {
         name: blockless if name == "match" else ModuleLayout(range(2)).resolved() for name in lit.model.topological()
     }
-    planner.evaluator.place(Candidate.of_run(ScheduleConfig(), ran, 1, {}, {}))
+    planner.evaluator.place(Candidate(ran))
     assert place({"match": blockless}, 2).table()[0][2] == "dp_shard=2"
     assert not check("match", lit.model.modules_by_name["match"], blockless)
 

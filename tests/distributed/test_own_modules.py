@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +19,10 @@ from hetero_strategy.model import Backbone, Encoder, EncoderInputs, MultimodalMo
 from hetero_strategy.parallelize.apply import check
 from hetero_strategy.parallelize.take_part import _Runs
 from hetero_strategy.runtime.warm_up import check_packing
+from hetero_strategy.testing import Pool, WorkerError
 from tests.distributed import scenario, stepping
 from tests.distributed.exact import compare, on, setting_of
 from tests.distributed.exact import expected as expected_of
-from tests.distributed.harness import Pool, WorkerError
 from tests.distributed.scenario import WIDTH, Job, Lit, Result, data, worst_gradient
 from tests.distributed.test_ready_backbone import Flat, merged
 from tests.model.test_packed_alone import Language
@@ -237,13 +237,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 """Of encoders and the language model, and ``reshard_after_forward``."""
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(name, marks=[pytest.mark.full] * (name in ("replicated", "sharded once a step")))
-        for name in LAYOUTS
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_own_backbones(pool: Pool, tmp_path: Path, layout: str) -> None:
     """Two samples a microbatch: some instance often has no picture, and of some parameters no gradient."""
     encoders, llm, reshard = LAYOUTS[layout]
@@ -263,6 +258,7 @@ def test_own_backbones(pool: Pool, tmp_path: Path, layout: str) -> None:
         assert all("buffer 'vision.backbone.seen'" in one and "evaluation mode" in one for one in messages)
 
 
+@pytest.mark.full
 def test_parts_that_run_as_often_as_a_rank_likes_where_gradients_are_summed_once(pool: Pool, tmp_path: Path) -> None:
     """In fp64 blocks that run once per picture; in mixed precision weights that get no gradient beside some that do."""
     plain = Job(str(data(tmp_path)), steps=3, batch=8, microbatches=2, precision="64-true")
@@ -283,6 +279,7 @@ def test_rows_joined_item_by_item_where_a_rank_has_none(pool: Pool, tmp_path: Pa
     compare(wanted, pool.run(2, stepping.steps_on_rank, setting, wanted, (4, 9), timeout=120))
 
 
+@pytest.mark.full
 def test_blocks_that_do_not_run_as_often_where_their_weights_are_gathered_are_refused(
     pool: Pool, tmp_path: Path
 ) -> None:
@@ -312,8 +309,11 @@ def refused(rank: int, world: int, job: Job) -> None:
 
 
 def test_a_block_runs_as_often_in_each_microbatch_as_in_the_first() -> None:
-    """Of a kind: with gradients, or without. What runs again in a backward is not counted."""
-    stage, mesh = cast(Any, SimpleNamespace(name="vision")), cast(Any, SimpleNamespace(ndim=0, device_type="cpu"))
+    """Of a kind: with gradients or without, in training or in evaluation, where a generator draws. What runs again in a
+    backward is not counted.
+    """
+    stage: Any = SimpleNamespace(name="vision", training=True)
+    mesh: Any = SimpleNamespace(ndim=0, device_type="cpu")
     runs, block = _Runs(stage, ["block"], mesh), nn.Identity()
 
     def forward(times: int) -> None:
@@ -326,7 +326,10 @@ def test_a_block_runs_as_often_in_each_microbatch_as_in_the_first() -> None:
         forward(times)
         runs.count("block", block, ())
     with torch.no_grad():
+        forward(1)
+        stage.training = False
         forward(3)
+    stage.training = True
     with pytest.raises(
         ModelError, match="'vision': block runs 3 times or more in a microbatch, and ran 2 in the first"
     ):
@@ -387,7 +390,9 @@ def compared(rank: int, world: int, folder: str) -> list[str]:
         made = stepping.assembled(setting, rank, world, model=model)
         share = stepping.share_of(stepping.placed(setting, world), setting, rank)
         try:
-            check_packing(made.executor, stepping.steps_of(setting, 1, share, made.context)[0])
+            check_packing(
+                made.executor, stepping.steps_of(setting, 1, share, made.plan.context(setting.ranks_per_node))[0]
+            )
             said.append("")
         except ModelError as error:
             said.append(str(error))

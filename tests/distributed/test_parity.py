@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.harness import Pool
-from tests.distributed.scenario import Job, Result, build, data, train, train_on_rank, worst_gradient, worst_loss
+from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.testing import Pool
+from tests.distributed.scenario import Job, Result, build, train, train_on_rank, worst_gradient, worst_loss
 
 CURVE = 1e-5
 """Relative difference of any loss of up to 20 steps, fp32."""
@@ -40,10 +41,6 @@ CASES = {
     "disjoint dp3 to dp2": case(5, vision=on(0, 1, 2), audio=on(2, dp_shard=1), llm=on(3, 4)),
     "tp2 to tp1": case(3, vision=on(0, 1, tp=2), audio=on(0, 1, tp=2), llm=on(2)),
     "tp1 to tp2": case(3, vision=on(0), audio=on(0), llm=on(1, 2, tp=2)),
-    "tp2 dp2 to tp4, in chunks": case(
-        4, vision=on(0, 1, 2, 3, tp=2, tp_chunks=2), audio=on(0, 2, tp=2, tp_chunks=3),
-        llm=on(0, 1, 2, 3, tp=4, tp_chunks=4),
-    ),
     "mixed": case(3, vision=on(0, 1), audio=on(2), llm=on(0, 1)),
     "partly overlapping, replicated": case(
         3, vision=on(0, 1, dp_replicate=2), audio=on(1, 2), llm=on(0, 2, dp_replicate=2)
@@ -53,7 +50,8 @@ CASES = {
     "pipelined": case(4, vision=on(0, 1, pp=2), audio=on(1), llm=on(2, 3, pp=2)),
     "frozen encoder": case(3, {"freeze": ("vision", "audio.backbone")}, vision=on(0), audio=on(0, 1), llm=on(1, 2)),
     "recompute": case(
-        2, {"strategy": {"recompute": ("vision", "llm")}}, vision=on(0, 1, tp=2), audio=on(0), llm=on(0, 1)
+        2, {"strategy": {"transforms": {"vision": {"recompute": "all"}, "llm": [Recompute()]}}},
+        vision=on(0, 1, tp=2), audio=on(0), llm=on(0, 1),
     ),
     "two language_models": case(
         3, {"language_models": ("llm", "caption")}, vision=on(0, 1), audio=on(2), llm=on(1, 2, tp=2), caption=on(0)
@@ -78,11 +76,6 @@ STEPS = 3
 """Of the others: the last ones see what the optimizer did."""
 
 
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return data(tmp_path_factory.mktemp("parity") / "digits")
-
-
 _references: dict[str, Result] = {}
 
 
@@ -103,19 +96,19 @@ def run_on_ranks(pool: Pool, case: Case, jobs: list[Job]) -> list[tuple[Result, 
     return list(zip(*runs, strict=True))
 
 
-def exact_steps(digits: Path, case: Case) -> Job:
-    return Job(str(digits), steps=STEPS, precision="64-true", **case.options)
+def exact_steps(scenario_data: Path, case: Case) -> Job:
+    return Job(str(scenario_data), steps=STEPS, precision="64-true", **case.options)
 
 
 @pytest.fixture(scope="module")
-def exactly(pool: Pool, digits: Path) -> Callable[[str], tuple[Result, ...]]:
+def exactly(pool: Pool, scenario_data: Path) -> Callable[[str], tuple[Result, ...]]:
     """Case -> what every rank made of its steps; all cases of one size in one world, which the first of them starts."""
     found: dict[str, tuple[Result, ...]] = {}
 
     def of(name: str) -> tuple[Result, ...]:
         if name not in found:
             alike = [other for other, case in CASES.items() if case.world == CASES[name].world]
-            jobs = [replace(exact_steps(digits, CASES[n]), layouts=CASES[n].layouts) for n in alike]
+            jobs = [replace(exact_steps(scenario_data, CASES[n]), layouts=CASES[n].layouts) for n in alike]
             runs = pool.run(CASES[name].world, several, jobs, timeout=300)
             found.update(zip(alike, zip(*runs, strict=True), strict=True))
         return found[name]
@@ -123,10 +116,11 @@ def exactly(pool: Pool, digits: Path) -> Callable[[str], tuple[Result, ...]]:
     return of
 
 
+@pytest.mark.full_cases("vision dp4, llm tp2 dp2")
 @pytest.mark.parametrize("name", CASES)
-def test_same_gradients(exactly: Callable[[str], tuple[Result, ...]], digits: Path, name: str) -> None:
+def test_same_gradients(exactly: Callable[[str], tuple[Result, ...]], scenario_data: Path, name: str) -> None:
     """Of the first step, and the same losses of all, in double precision."""
-    expected, found = reference(exact_steps(digits, CASES[name])), exactly(name)
+    expected, found = reference(exact_steps(scenario_data, CASES[name])), exactly(name)
     error, where = worst_gradient(expected, found)
     assert error <= FP64, where
     assert worst_loss(expected, found) <= FP64
@@ -134,11 +128,12 @@ def test_same_gradients(exactly: Callable[[str], tuple[Result, ...]], digits: Pa
         np.testing.assert_allclose(result.metrics, expected.metrics, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CURVES)
-def test_same_curve_and_damage_is_noticed(pool: Pool, digits: Path, name: str) -> None:
+def test_same_curve_and_damage_is_noticed(pool: Pool, scenario_data: Path, name: str) -> None:
     """Of more steps than an epoch has, in single precision; a broken exchange shows in the first step's gradients."""
     chosen = CASES[name]
-    curve = Job(str(digits), steps=12, **chosen.options)
+    curve = Job(str(scenario_data), steps=12, **chosen.options)
     exact = replace(curve, steps=1, precision="64-true")
     broken = [replace(exact, damage=f"{direction}:0") for direction in ("forward", "backward")]
     found, *by_damage = run_on_ranks(pool, chosen, [curve, *broken])
@@ -159,9 +154,9 @@ def where_values_are(rank: int, world: int, job: Job) -> dict[str, str]:
     return {name: p.device.type for name, p in module.named_parameters()}
 
 
-def test_values_exist_only_where_owned(pool: Pool, digits: Path) -> None:
+def test_values_exist_only_where_owned(pool: Pool, scenario_data: Path) -> None:
     layouts = {"vision": on(0), "audio": on(1), "llm": on(1, 2)}
-    ranks = pool.run(3, where_values_are, Job(str(digits), steps=1, capture=False, layouts=layouts), timeout=120)
+    ranks = pool.run(3, where_values_are, Job(str(scenario_data), steps=1, capture=False, layouts=layouts), timeout=120)
     for rank, found in enumerate(ranks):
         for name, device in found.items():
             module = name.split(".")[1]

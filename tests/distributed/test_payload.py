@@ -10,13 +10,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from benchmarks.pipelines import Setting, assembled
-from benchmarks.predicted_memory import AHEAD as WORKS_AHEAD
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model.inputs import ModuleInputs, tensors_of
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.runtime.payload import AHEAD, Moving
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool, Setting
 
 ROW = (0, 1, 2, 3)
 SIZES = {"vision": (32, 2), "llm": (32, 4), "freeze": ("vision",), "microbatches": 6}
@@ -25,9 +23,7 @@ SETTINGS = {
     "two chunks": Setting(
         "", {"vision": ModuleLayout((0, 1)), "llm": ModuleLayout((0, 1), pp=2, vpp=2)}, "interleaved_1f1b", **SIZES
     ),
-    "a step ahead": Setting(
-        "", {"vision": ModuleLayout(ROW), "llm": ModuleLayout(ROW, pp=4)}, **SIZES | WORKS_AHEAD
-    ),
+    "in bubbles": Setting("", {"vision": ModuleLayout(ROW), "llm": ModuleLayout(ROW, pp=4)}, fill="fine", **SIZES),
 }  # fmt: skip
 
 
@@ -71,16 +67,12 @@ class Seen(NamedTuple):
 
 def steps_on_rank(rank: int, world: int, setting: Setting, damage: bool) -> dict[bool, Seen]:
     """By whether the step trains."""
-    made = assembled(setting, rank)
+    made = setting.assembled(rank)
     owned = [p for one in made.owned.values() if (p := one.parameter).requires_grad]
     batch = setting.batch(0, rank)
     forgotten: list[ModuleInputs] = []
 
     def run(train: bool) -> list[torch.Tensor]:
-        for p in owned:
-            p.grad = None
-        if setting.prefetch:
-            made.executor.run(setting.batch(0, rank, first=True), train=True)
         for p in owned:
             p.grad = None
         made.executor.run(batch, train=train)
@@ -101,20 +93,21 @@ def steps_on_rank(rank: int, world: int, setting: Setting, damage: bool) -> dict
     return seen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_device_has_the_inputs_of_this_microbatch_and_of_the_next(pool: Pool, name: str) -> None:
     setting = SETTINGS[name]
     for seen in pool.run(setting.world, steps_on_rank, setting, False, timeout=240):
         for train, (most, copied, pictures, after, equal) in seen.items():
             assert equal and not after
-            # Two steps where one works ahead: the first one's pictures, and the next one's and text in both; pictures
-            # where instances act on their own and have any. The last stage with its head is too long for any.
-            assert copied == (2 * setting.microbatches + 3 * pictures if setting.prefetch else 2 * setting.microbatches)
+            # Text of all microbatches; pictures too, or, where instances act on their own, of those that have any.
+            assert copied == setting.microbatches + (pictures if setting.fill == "fine" else setting.microbatches)
             assert most.get("EncoderInputs", 0) <= 1 + AHEAD  # as it is frozen, backward needs none of them
             if name == "colocated" and not train:  # else backward does, or one chunk's wait for the other's turn
                 assert most["all"] == 1 + AHEAD
 
 
+@pytest.mark.full
 def test_inputs_that_somebody_holds_are_noticed(pool: Pool) -> None:
     setting = SETTINGS["colocated"]
     for seen in pool.run(setting.world, steps_on_rank, setting, True, timeout=240):

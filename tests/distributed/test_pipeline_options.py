@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -13,18 +13,20 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-from hetero_strategy.boundary.transport import Transport
+from hetero_strategy.boundary import transport
+from hetero_strategy.boundary.transport import Transport, Wire, WireMessage
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.gradients import Reached
 from hetero_strategy.runtime.executor import RunningStep
 from hetero_strategy.runtime.step import StepRunner
+from hetero_strategy.testing import Pool
 from tests.distributed.exact import EXACT, NOTICED, compare, expected, on, setting_of
-from tests.distributed.harness import Pool
 from tests.distributed.stepping import (
     OnRank,
     Reference,
     Run,
     Setting,
+    by_module,
     evaluations_on_rank,
     reference,
     steps_on_rank,
@@ -45,6 +47,7 @@ FROZEN = {
     "llm": ("llm",),
     "all but the projector": ("vision.backbone", "llm"),
 }
+AGAIN = {"recompute": "all"}
 FLOAT8 = "rowwise_with_gw_hp, emulated"
 """Scales of its weights' gradients, which are of all rows of a microbatch, would depend on the microbatches."""
 GROUPED, SPLIT = {"vision": 1000, "audio": 1000}, {"vision": 8, "audio": 8}
@@ -53,8 +56,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...], tuple[st
     "tied": (PLAIN, TIED, ("1f1b",), ("zb_h1", "interleaved_1f1b", "zbv")),
     "tied, sharded": (SHARDED, TIED, ("zb_h1",), ("1f1b",)),
     "tied, both ends in one stage": ({"vision": on(0, 1, pp=2), "llm": on(1)}, TIED, ("zb_h1",), ()),
-    "recompute": (BOTH, {"recompute": {"vision": "all", "llm": "all"}}, ("zbv",), ("1f1b", "zb_h1")),
-    "recompute in part": (BOTH, {"recompute": {"vision": "every 2", "llm": "all but matmuls"}}, ("zbv",), ("1f1b",)),
+    "recompute": (
+        BOTH,
+        {"transforms": by_module(recompute={"vision": "all", "llm": "all"})},
+        ("zbv",),
+        ("1f1b", "zb_h1"),
+    ),
+    "recompute in part": (
+        BOTH,
+        {"transforms": by_module(recompute={"vision": "every 2", "llm": "all but matmuls"})},
+        ("zbv",),
+        ("1f1b",),
+    ),
     "frozen: backbone": (BOTH, {"freeze": FROZEN["backbone"]}, ("zb_h1",), ("1f1b", "zbv")),
     "frozen: llm": (BOTH, {"freeze": FROZEN["llm"]}, ("zb_h1",), ("1f1b", "zbv")),
     "frozen: all but the projector": (
@@ -74,10 +87,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...], tuple[st
         SHARDED,
         {"reshard_after_forward": "never"},
         ("interleaved_1f1b",),
-        ("gpipe", "1f1b", "zb_h1", "zbv"),
+        ("gpipe", "zb_h1", "zbv"),
     ),
     "gather where it is better": (SHARDED, {"reshard_after_forward": "auto"}, ("zb_h1",), ("1f1b",)),
-    "gather always": (SHARDED, {"reshard_after_forward": "always"}, ("1f1b",), ("gpipe", "interleaved_1f1b")),
+    "gather always": (SHARDED, {"reshard_after_forward": "always"}, ("1f1b",), ("interleaved_1f1b",)),
     "gather always, frozen": (
         SHARDED,
         {"reshard_after_forward": "always", "freeze": ("vision.backbone", "llm")},
@@ -87,11 +100,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...], tuple[st
     "replicated": (REPLICATED, {}, ("zb_h1",), ("1f1b",)),
     "bounded": (MIXED, {"max_in_flight": {"llm": 2, "vision": 2}}, ("1f1b",), ("zb_h1",)),
     "bounded to one": (BOTH, {"max_in_flight": {"llm": 1, "vision": 1}}, ("zb_h1",), ("1f1b",)),
-    "grouped": (MIXED, {"tokens": GROUPED}, ("1f1b",), ("gpipe", "zb_h1", "interleaved_1f1b", "zbv", "sequential")),
-    "split": (MIXED, {"tokens": SPLIT}, ("zb_h1",), ("gpipe", "1f1b", "interleaved_1f1b", "zbv", "sequential")),
+    "grouped": (MIXED, {"tokens": GROUPED}, ("1f1b",), ("zb_h1", "interleaved_1f1b", "zbv")),
+    "split": (MIXED, {"tokens": SPLIT}, ("zb_h1",), ("gpipe", "interleaved_1f1b", "zbv", "sequential")),
     "grouped, on the same ranks": (BOTH, {"tokens": {"vision": 1000}}, ("zb_h1",), ("1f1b",)),
-    "drawings grouped": (DRAWS, {"tokens": {"draw": 1000}}, ("1f1b",), ("zb_h1", "gpipe")),
-    "drawings split": (DRAWS, {"tokens": {"draw": 20}}, ("zb_h1",), ("1f1b", "gpipe")),
+    "drawings grouped": (DRAWS, {"tokens": {"draw": 1000}}, ("1f1b",), ("zb_h1",)),
+    "drawings split": (DRAWS, {"tokens": {"draw": 20}}, ("zb_h1",), ("gpipe",)),
     "drawings frozen": (DRAWS, {"freeze": ("draw",)}, ("zb_h1",), ("1f1b",)),
     "drawings behind a frozen llm": (DRAWS, {"freeze": ("vision.backbone", "llm")}, ("zb_h1",), ("1f1b",)),
     "drawings of text alone behind a frozen llm": (
@@ -101,13 +114,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...], tuple[st
         (),
     ),
     "replicated rows between stages": (TENSOR, {"lm": "hf_llama"}, ("interleaved_1f1b",), ("1f1b", "zb_h1")),
-    "tensor parallel in chunks": (
-        {"vision": on(0, 1, tp=2, tp_chunks=2), "llm": on(0, 1, 2, 3, pp=2, tp=2, tp_chunks=3)},
-        {},
+    "float8": (
+        SHARDED,
+        {"transforms": by_module(float8=dict.fromkeys(("vision", "llm"), FLOAT8))},
         ("zb_h1",),
-        ("1f1b",),
+        ("1f1b", "zbv"),
     ),
-    "float8": (SHARDED, {"float8": dict.fromkeys(("vision", "llm"), FLOAT8)}, ("zb_h1",), ("1f1b", "zbv")),
     "vision tp2 pp2": (
         {"vision": on(0, 1, 2, 3, pp=2, tp=2), "llm": on(0, 1)},
         {"llm_layers": 1, "vision_layers": 2},
@@ -143,31 +155,50 @@ def settings_of(folders: dict[bool, str], name: str, schedules: tuple[str, ...])
     return [setting_of(folders, layouts, schedule, **layers, **options) for schedule in schedules]
 
 
-@pytest.fixture(scope="module")
-def alike(request: pytest.FixtureRequest) -> Callable[[str], list[str]]:
-    """Case -> all of the same layouts that are tested, which run together."""
-    tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_same_gradients"]
-    tested = {item.callspec.params["name"] for item in tests if item.path == request.path}  # type: ignore[attr-defined]
-    return lambda name: [n for n, case in CASES.items() if n in tested and case[0] == CASES[name][0]]
+class Ran:
+    """Runs of cases; all that are tested with the same layouts run in one world, which the first of them starts.
 
-
-@pytest.fixture(scope="module")
-def chosen(pool: Pool, folders: dict[bool, str], alike: Callable[[str], list[str]]) -> Callable[[str], list[list[Run]]]:
-    """Case -> rank -> schedule -> what it made; all cases of the same layouts in one world, which the first of them
-    starts and damages.
+    Args:
+        request: of the module, for the tests of this session.
+        pool: of processes.
+        folders: data.
     """
-    found: dict[str, list[list[Run]]] = {}
 
-    def of(name: str) -> list[list[Run]]:
-        if name not in found:
-            names = alike(name)
-            settings = [settings_of(folders, n, CASES[n][2]) for n in names]
-            given = [(one, expected(one[0]), 0 if i else 4) for i, one in enumerate(settings)]
-            ranks = pool.run(settings[0][0].world, many, given, timeout=300)
-            found.update(zip(names, map(list, zip(*ranks, strict=True)), strict=True))
-        return found[name]
+    def __init__(self, request: pytest.FixtureRequest, pool: Pool, folders: dict[bool, str]) -> None:
+        self.pool, self.folders = pool, folders
+        self.tested = {
+            (item.originalname, item.callspec.params["name"])  # type: ignore[attr-defined]
+            for item in request.session.items
+            if item.path == request.path and "name" in getattr(getattr(item, "callspec", None), "params", ())
+        }
+        self.found: dict[tuple[str, str], list[list[Run]]] = {}
 
-    return of
+    def alike(self, test: str, name: str) -> list[str]:
+        """Return the tested cases of the same layouts."""
+        return [n for n, case in CASES.items() if (test, n) in self.tested and case[0] == CASES[name][0]]
+
+    def of(self, test: str, name: str, schedules: int, damages: int) -> list[list[Run]]:
+        """Return the runs of a case on each rank; the first case of the layouts is damaged.
+
+        Args:
+            test: name of the test.
+            name: name of the case.
+            schedules: place of the schedules in a case.
+            damages: number of microbatches of damaged steps; 0: none.
+        """
+        if (test, name) not in self.found:
+            names = self.alike(test, name)
+            settings = [settings_of(self.folders, n, CASES[n][schedules]) for n in names]
+            given = [(one, expected(one[0]), 0 if i else damages) for i, one in enumerate(settings)]
+            ranks = self.pool.run(settings[0][0].world, many, given, timeout=400)
+            by_name = map(list, zip(*ranks, strict=True))
+            self.found.update(zip(((test, n) for n in names), by_name, strict=True))
+        return self.found[test, name]
+
+
+@pytest.fixture(scope="module")
+def ran(request: pytest.FixtureRequest, pool: Pool, folders: dict[bool, str]) -> Ran:
+    return Ran(request, pool, folders)
 
 
 def check_gradients(settings: list[Setting], ranks: list[list[Run]]) -> None:
@@ -180,13 +211,31 @@ def check_gradients(settings: list[Setting], ranks: list[list[Run]]) -> None:
                     assert held <= setting.max_in_flight.get(node.module, held)
 
 
+@pytest.mark.full_cases(
+    "bounded",
+    "drawings behind a frozen llm",
+    "drawings frozen",
+    "drawings grouped",
+    "drawings of text alone behind a frozen llm",
+    "drawings split",
+    "float8",
+    "frozen, tensor parallel",
+    "gather always, frozen",
+    "gather once",
+    "gather where it is better",
+    "grouped, on the same ranks",
+    "one after another",
+    "recompute",
+    "replicated rows between stages",
+    "tied, both ends in one stage",
+    "tied, sharded",
+    "vision tp2 pp2",
+)
 @pytest.mark.parametrize("name", CASES)
-def test_same_gradients(
-    chosen: Callable[[str], list[list[Run]]], alike: Callable[[str], list[str]], folders: dict[bool, str], name: str
-) -> None:
+def test_same_gradients(ran: Ran, folders: dict[bool, str], name: str) -> None:
     """The first case of some layouts also shows that a broken exchange between them would be noticed."""
-    ranks = chosen(name)
-    assert bool(ranks[0][0].damaged) == (name == alike(name)[0])
+    ranks = ran.of("test_same_gradients", name, 2, damages=4)
+    assert bool(ranks[0][0].damaged) == (name == ran.alike("test_same_gradients", name)[0])
     check_gradients(settings_of(folders, name, CASES[name][2]), ranks)
 
 
@@ -207,6 +256,7 @@ def summed_in_backward(rank: int, world: int, setting: Setting, wanted: Referenc
     return within
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_blocks_are_summed_beside_the_last_backward(pool: Pool, folders: dict[bool, str], schedule: str) -> None:
     """But for backwards in halves, as those of the second stage in zb_h1, of which the last is for the weights."""
@@ -216,8 +266,7 @@ def test_blocks_are_summed_beside_the_last_backward(pool: Pool, folders: dict[bo
 
 
 COMPILED = {
-    "language model alone": {"llm": on(0, 1, tp=2)},
-    "tensor parallel, sharded": {"vision": on(0, 1, 2, 3), "llm": on(0, 1, 2, 3, tp=2, dp_shard=2)},
+    "language model alone, tensor parallel and sharded": {"llm": on(0, 1, 2, 3, tp=2, dp_shard=2)},
     "stages": {"vision": on(0, 1), "llm": on(0, 1, pp=2)},
 }
 
@@ -238,29 +287,31 @@ def compiled_when(rank: int, world: int, setting: Setting) -> tuple[int, int, in
     owned = [o.parameter for o in made.made.owned.values()]
     runner = StepRunner(made.executor, owned, lambda: None, lambda: True, lambda: False)
     batches = [made.steps(setting, number)[0] for number in (2, 4)]
-    start, run, noted, actions = dist.batch_isend_irecv, RunningStep.run, list[tuple[int, int]](), list[Any]()
+    start, run, noted, actions = transport.start_messages, RunningStep.run, list[tuple[int, int]](), list[Any]()
 
-    def started(ops: list[dist.P2POp]) -> Any:
+    def started(wire: Wire, messages: Sequence[WireMessage]) -> Any:
         noted.append((len(actions), counters["stats"]["unique_graphs"]))
-        return start(ops)
+        return start(wire, messages)
 
     def ran(self: RunningStep, step: Any) -> None:
         actions.append(step)
         run(self, step)
 
-    with patch.object(dist, "batch_isend_irecv", started), patch.object(RunningStep, "run", ran):
+    with patch.object(transport, "start_messages", started), patch.object(RunningStep, "run", ran):
         for batch in batches:
             runner(batch)
     dist.barrier()
     return (*noted[0], counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.full
 def test_all_stages_compile_before_the_first_message(pool: Pool, folders: dict[bool, str]) -> None:
-    setting = setting_of(folders, COMPILED["stages"], "1f1b", compile={"vision": "eager", "llm": "eager"})
+    compiled = {name: {"compile": "eager"} for name in ("vision", "llm")}
+    setting = setting_of(folders, COMPILED["stages"], "1f1b", transforms=compiled)
     for actions, at_first, at_end in pool.run(setting.world, compiled_when, setting, timeout=240):
         assert actions >= 4, "forward and backward of both modules"
         assert at_first == at_end >= 2, "blocks were compiled while messages were under way"
-    eager = pool.run(setting.world, compiled_when, replace(setting, compile={}), timeout=240)
+    eager = pool.run(setting.world, compiled_when, replace(setting, transforms={}), timeout=240)
     assert eager[1][0] < 4, "the second stage ran before rows came, though nothing takes longer the first time"
 
 
@@ -291,7 +342,7 @@ def test_compiled_blocks(pool: Pool, folders: dict[bool, str], name: str) -> Non
     layers = {} if "stages" in name else {"llm_layers": 2}
     setting = setting_of(folders, COMPILED[name], "zb_h1" if name == "stages" else "1f1b", **layers)
     wanted = expected(setting)
-    compiled = replace(setting, compile=dict.fromkeys(setting.modules, "aot_eager"))
+    compiled = replace(setting, transforms={name: {"compile": "aot_eager"} for name in setting.modules})
     runs, counts = zip(*pool.run(setting.world, graphs, compiled, wanted, timeout=840), strict=True)
     compare(wanted, runs)
     loss = 2  # a graph for each direction
@@ -300,10 +351,9 @@ def test_compiled_blocks(pool: Pool, folders: dict[bool, str], name: str) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[3]])
-def test_same_gradients_in_other_schedules(pool: Pool, folders: dict[bool, str], name: str) -> None:
-    settings = settings_of(folders, name, CASES[name][3])
-    ranks = pool.run(settings[0].world, several, settings, expected(settings[0]), 0, timeout=240)
-    check_gradients(settings, ranks)
+def test_same_gradients_in_other_schedules(ran: Ran, folders: dict[bool, str], name: str) -> None:
+    ranks = ran.of("test_same_gradients_in_other_schedules", name, 3, damages=0)
+    check_gradients(settings_of(folders, name, CASES[name][3]), ranks)
 
 
 @pytest.mark.parametrize("freeze", FROZEN.values(), ids=FROZEN)
@@ -318,18 +368,19 @@ EVERYWHERE = {"dropout": 0.2, "attention_dropout": 0.1, "activation_dropout": 0.
 DROPOUT: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "in stages, run forward twice": (
         {"vision": on(0, 1, pp=2), "audio": on(0, 1, pp=2), "llm": on(0, 1, pp=2)},
-        {"recompute": {"vision": "all", "audio": "all", "llm": "all"}, "dropout": EVERYWHERE},
+        {"transforms": {"vision": AGAIN, "audio": AGAIN, "llm": AGAIN}, "dropout": EVERYWHERE},
         ("1f1b", "zb_h1", "interleaved_1f1b"),
     ),
     "of rows that tensor-parallel ranks share": (
         {"vision": on(0), "audio": on(0, 1, tp=2), "llm": on(1)},
-        {"dropout": {"dropout": 0.2}, "recompute": {"audio": "all"}},
+        {"dropout": {"dropout": 0.2}, "transforms": {"audio": {"recompute": "all"}}},
         ("1f1b",),
     ),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if "stages" in n else ()) for n in DROPOUT])
+@pytest.mark.full
+@pytest.mark.parametrize("name", DROPOUT)
 def test_the_same_random_numbers_wherever_a_module_lives(pool: Pool, folders: dict[bool, str], name: str) -> None:
     layouts, options, schedules = DROPOUT[name]
     layers = {f"{module}_layers": 4 for module in layouts}
@@ -341,6 +392,7 @@ def test_the_same_random_numbers_wherever_a_module_lives(pool: Pool, folders: di
         compare(wanted, runs)
 
 
+@pytest.mark.full
 def test_idle_ranks(pool: Pool, folders: dict[bool, str]) -> None:
     """Ranks 1 and 4 have nothing."""
     setting = setting_of(folders, {"vision": on(0), "llm": on(2, 3, pp=2)}, "1f1b")
@@ -385,6 +437,7 @@ EVALUATED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.full_cases("drawings", "gathered once")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.full if "dp2" in n else ()) for n in EVALUATED])
 def test_evaluation(pool: Pool, folders: dict[bool, str], name: str) -> None:
     layouts, schedule = EVALUATED[name]

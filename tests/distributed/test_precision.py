@@ -15,14 +15,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.model import EncoderInputs
 from hetero_strategy.strategy.precision import SyncedGradScaler
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool
 from tests.distributed.probe import APART, PAIR, Case, Probe, Seen, both, observe
-from tests.distributed.scenario import Job, data
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return data(tmp_path_factory.mktemp("lightning") / "digits")
+from tests.distributed.scenario import Job
 
 
 class Overflow(Probe):
@@ -68,14 +63,14 @@ def check_precision(runs: dict[str, tuple[Seen, list[Seen]]]) -> None:
 
 
 @pytest.mark.full
-def test_other_precisions_are_as_in_one_process(pool: Pool, digits: Path) -> None:
-    others = {name: case for name, case in precision(digits).items() if name not in CHOSEN}
+def test_other_precisions_are_as_in_one_process(pool: Pool, scenario_data: Path) -> None:
+    others = {name: case for name, case in precision(scenario_data).items() if name not in CHOSEN}
     check_precision(both(pool, others, APART, 3))
 
 
 @pytest.mark.full
-def test_precision_is_as_in_one_process(pool: Pool, digits: Path) -> None:
-    cases = precision(digits)
+def test_precision_is_as_in_one_process(pool: Pool, scenario_data: Path) -> None:
+    cases = precision(scenario_data)
     runs = both(pool, {name: cases[name] for name in CHOSEN}, APART, 3)
     check_precision(runs)
     backoffs = runs["16-mixed, scale too high"][0].scales
@@ -102,8 +97,8 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all(pool: Pool) -> None:
     assert pool.run(2, scaled_on_rank) == [[(0.0, 8.0), (0.0, 4.0)]] * 2
 
 
-def resumed(rank: int, world: int, digits: str, path: str) -> dict[str, Any]:
-    job = Job(digits, steps=6, batch=8, capture=False)
+def resumed(rank: int, world: int, scenario_data: str, path: str) -> dict[str, Any]:
+    job = Job(scenario_data, steps=6, batch=8, capture=False)
     options = {"init_scale": 256.0, "growth_interval": 2}
     case = Case(job, PAIR, scaler=options, trainer={"limit_train_batches": 9})
     straight = observe(case)
@@ -115,8 +110,8 @@ def resumed(rank: int, world: int, digits: str, path: str) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_the_loss_scale_survives_a_checkpoint(pool: Pool, digits: Path, tmp_path: Path) -> None:
-    for result in pool.run(2, resumed, str(digits), str(tmp_path), group=False):
+def test_the_loss_scale_survives_a_checkpoint(pool: Pool, scenario_data: Path, tmp_path: Path) -> None:
+    for result in pool.run(2, resumed, str(scenario_data), str(tmp_path), group=False):
         straight, again = result["straight"], result["again"]
         assert straight.scales == [256.0, 512.0, 512.0, 1024.0, 1024.0, 2048.0]
         assert again.scales == straight.scales[3:]
@@ -137,19 +132,19 @@ class Payload(Callback):
                 self.seen[name] = (values[0].dtype, sum(x.nbytes for x in values))
 
 
-def payload_on_rank(rank: int, world: int, digits: str) -> dict[str, dict[str, tuple[torch.dtype, int]]]:
+def payload_on_rank(rank: int, world: int, scenario_data: str) -> dict[str, dict[str, tuple[torch.dtype, int]]]:
     seen = {}
     for precision in ("32-true", "bf16-mixed", "64-true"):
         noting = Payload()
-        job = Job(digits, steps=1, batch=8, capture=False, precision=precision)
+        job = Job(scenario_data, steps=1, batch=8, capture=False, precision=precision)
         observe(Case(job, PAIR, trainer={"callbacks": [noting]}))
         seen[precision] = noting.seen
     return seen
 
 
-def test_payload_comes_in_the_dtype_of_compute(pool: Pool, digits: Path) -> None:
+def test_payload_comes_in_the_dtype_of_compute(pool: Pool, scenario_data: Path) -> None:
     """Sound; images come as pixels, a byte each."""
-    for seen in pool.run(2, payload_on_rank, str(digits), group=False):
+    for seen in pool.run(2, payload_on_rank, str(scenario_data), group=False):
         assert seen["64-true"] == seen["32-true"] != {}
         for name, (dtype, size) in seen["32-true"].items():
             if name == "vision":

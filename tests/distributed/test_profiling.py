@@ -6,10 +6,11 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.profiler import ProfilerActivity, profile
 
+from hetero_strategy.testing import Pool
 from tests.distributed.exact import on
-from tests.distributed.harness import Pool
 from tests.distributed.probe import PAIR, Case, Probe, observe
 from tests.distributed.scenario import Job
 from tests.distributed.scenario import data as digits
@@ -27,6 +28,7 @@ def profiled(rank: int, world: int, setting: Setting) -> tuple[list[str], list[s
     return [name for _, name in ranges], actions
 
 
+@pytest.mark.full
 def test_a_profiler_sees_every_action_by_name(pool: Pool, tmp_path: Path) -> None:
     setting = Setting(data(tmp_path), {"vision": on(0), "llm": on(0, 1, pp=2)}, "zb_h1")
     for ranges, actions in pool.run(2, profiled, setting):
@@ -51,6 +53,7 @@ def collected(rank: int, world: int, folder: str) -> tuple[list[bool], bool]:
     return seen.kept, gc.isenabled()
 
 
+@pytest.mark.full
 def test_garbage_is_not_collected_in_steps(pool: Pool, tmp_path: Path) -> None:
     for during, after in pool.run(2, collected, str(digits(tmp_path / "digits")), group=False):
         assert during == [False, False] and after

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool
 from tests.distributed.scenario import Job, Result, data, train, train_on_rank, worst_gradient, worst_loss
 
 
@@ -57,9 +57,10 @@ def all_jobs(rank: int, world: int, jobs: list[Job]) -> list[Result]:
     return [train_on_rank(rank, world, job) for job in jobs]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layouts",
-    [pytest.param(MIXED, id="tensor parallel llm"), pytest.param(SPREAD, id="sharded llm", marks=pytest.mark.full)],
+    [pytest.param(MIXED, id="tensor parallel llm"), pytest.param(SPREAD, id="sharded llm")],
 )
 def test_same_as_one_process(pool: Pool, folder: Path, layouts: dict[str, Any]) -> None:
     jobs = [Job(str(folder), **options) for options in JOBS.values()]

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hetero_strategy.model import Encoder, EncoderInputs, MultimodalModel, Projector
+from hetero_strategy.testing import Pool, WorkerError
 from tests.distributed import scenario
-from tests.distributed.harness import Pool, WorkerError
 from tests.distributed.scenario import WIDTH, Job, Lit, data
 
 
@@ -83,6 +83,7 @@ def first_values(job: Job, backbone: Callable[[], Flat] = Flat) -> dict[str, Any
     return {"values": found, "random": module.random, "losses": [float(x) for x in module.losses]}
 
 
+@pytest.mark.full
 def test_values_are_kept(pool: Pool, tmp_path: Path) -> None:
     folder = data(tmp_path / "digits")
     layouts: dict[str, Any] = {"vision": {"ranks": [0, 1]}, "audio": {"ranks": [2]}, "llm": {"ranks": [1, 2]}}

@@ -11,8 +11,8 @@ import pytest
 from hetero_strategy.runtime import connect as phase
 from hetero_strategy.schedule.compile import StepCompiler, StepProgram
 from hetero_strategy.strategy import assembly
+from hetero_strategy.testing import Pool, WorkerError
 from tests.distributed.exact import compare, expected, on, setting_of
-from tests.distributed.harness import Pool, WorkerError
 from tests.distributed.rendezvous import KINDS, PATIENCE, unforgiving
 from tests.distributed.stepping import Reference, Run, Setting, steps_on_rank
 from tests.schedule.test_compile import ahead
@@ -23,7 +23,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "mixed, tp2": {"vision": on(0, 1), "llm": on(1, 0, 2, 3, tp=2, pp=2)},
     "generator pp2 around the llm": {"vision": on(0), "llm": on(0, 1, pp=2), "draw": on(1, 2, pp=2)},
     "vision fills llm pp3": {"vision": on(0, 1, 2), "llm": on(0, 1, 2, pp=3)},
-    "two islands": {"vision": on(0, 1, 2, 3), "audio": on(0, 1, 2, 3), "llm": on(0, 1, 2, 3, pp=2)},
+    "balanced over llm pp2": {"vision": on(0, 1, 2, 3), "audio": on(0, 1, 2, 3), "llm": on(0, 1, 2, 3, pp=2)},
 }
 CASES = [
     *(("mixed, tp2", schedule) for schedule in ("gpipe", "zb_h1")),
@@ -85,13 +85,20 @@ OFTEN = {("mixed, tp2", "zb_h1"), ("llm pp2", "zbv"), *((layout, "1f1b") for lay
 """In `make test`; of every schedule tests/schedule/test_compile.py proves it without processes."""
 
 
+@pytest.mark.full_cases(
+    "balanced over llm pp2-1f1b",
+    "generator pp2 around the llm-1f1b",
+    "llm pp2-1f1b",
+    "mixed, tp2-zb_h1",
+    "vision fills llm pp3-1f1b",
+)
 @pytest.mark.parametrize(
     ("layout", "schedule"), [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.full) for case in CASES]
 )
 def test_no_step_hangs(pool: Pool, folders: dict[bool, str], layout: str, schedule: str) -> None:
     setting = setting_of(folders, LAYOUTS[layout], schedule, fill="fine" if "fills" in layout else "none")
-    if "islands" in layout:
-        setting = replace(setting, islands=2, balance={"policy": "auto"})
+    if "balanced" in layout:
+        setting = replace(setting, balance={"policy": "auto"})
     wanted = expected(setting)
     ranks = pool.run(setting.world, held_up, setting, wanted, 0, timeout=360)
     for runs in zip(*ranks, strict=True):

@@ -23,7 +23,7 @@ from hetero_strategy.checkpoint import describe, saving
 from hetero_strategy.runtime.agreement import Stop
 from hetero_strategy.strategy import HeteroStrategy, ending
 from hetero_strategy.strategy.ending import stop_together
-from tests.distributed.harness import Pool, WorkerError
+from hetero_strategy.testing import Pool, WorkerError
 from tests.distributed.scenario import Job, build, data, train, train_on_rank
 
 STEPS, TOLD_AT = 5, 2
@@ -88,6 +88,7 @@ def told(rank: int, world: int, job: Job, whom: int, folder: str) -> tuple[bool,
     return False, tell.steps, 0
 
 
+@pytest.mark.full_cases("2-1")
 @pytest.mark.distributed
 @pytest.mark.parametrize(("world", "whom"), [pytest.param(2, 0, marks=pytest.mark.full), (2, 1), (1, 0)])
 def test_all_ranks_end_after_the_same_step(pool: Pool, tmp_path: Path, world: int, whom: int) -> None:
@@ -99,6 +100,7 @@ def test_all_ranks_end_after_the_same_step(pool: Pool, tmp_path: Path, world: in
     assert len(whole) == STEPS and rest == whole[TOLD_AT + 1 :]
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_no_rank_ends_in_the_middle_of_a_window_of_accumulation(pool: Pool, tmp_path: Path) -> None:
     """A checkpoint has no gradients."""
@@ -180,6 +182,7 @@ def slowly(*given: Any, write: Any = saving._write) -> None:
     write(*given)
 
 
+@pytest.mark.full_cases("2-0-False", "2-1-True")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("world", "whom", "validates"),

@@ -9,40 +9,33 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from benchmarks.step_memory import LAYOUTS, MIXED, setting_of, step_on_rank
+from hetero_strategy.boundary import transport
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.parallelize.copies import copies_of
 from hetero_strategy.parallelize.gradients import local
-from hetero_strategy.parallelize.storage import FP32, Storage
+from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.runtime.executor import RunningStep
+from hetero_strategy.testing import Pool
+from hetero_strategy.testing.setting import in_dtype
 from tests.distributed import stepping
 from tests.distributed.exact import NOTICED, on
-from tests.distributed.harness import Pool
-from tests.distributed.stepping import OnRank, Setting, data, made_in, reference, steps_of
+from tests.distributed.stepping import OnRank, Setting, data, reference, steps_of
 
+MIXED = Storage(torch.bfloat16, torch.float32)
 KEPT = "llm.model.layers.0.attention.wo.weight"
-
-
-@pytest.mark.parametrize("layout", ["pp 4", pytest.param("dp_shard 2", marks=pytest.mark.full)])
-def test_autograd_keeps_no_copy_of_a_weight(pool: Pool, layout: str) -> None:
-    settings = {way: setting_of(layout, 64, storage) for way, storage in (("storage", MIXED), ("autocast", FP32))}
-    ranks = {way: pool.run(one.world, step_on_rank, one, way == "autocast") for way, one in settings.items()}
-    assert not any(held.copies for held in ranks["storage"])
-    assert any(held.copies for held in ranks["autocast"]), "the count sees nothing"
-    if LAYOUTS[layout].dp_shard > 1:
-        assert 2 * ranks["storage"][0].gathers == ranks["autocast"][0].gathers > 0
-    else:
-        assert 2 * ranks["storage"][0].sent == ranks["autocast"][0].sent > 0
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+"""Function of torch.distributed that FSDP2 calls; newer versions of torch renamed it."""
 
 
 def gradients_on_rank(rank: int, world: int, setting: Setting, keep: tuple[str, ...]) -> dict[str, Any]:
     """Of one microbatch on one rank; and what is kept in which dtype."""
     stepping.PRECISIONS["kept"] = replace(MIXED, keep=keep)
     made = OnRank(rank, world, replace(setting, precision="kept"))
-    made.executor.run(steps_of(setting, 1, made.share, made.made.context)[0], train=True)
+    made.executor.run(made.steps(setting, 1)[0], train=True)
     gradients = {n: local(p.grad) for n, p in made.owned.items() if p.grad is not None}
     dtypes = {n: p.dtype for n, p in made.owned.items()}
     sharded = {n for n, p in made.owned.items() if isinstance(p, DTensor)}
@@ -55,13 +48,14 @@ def gradients_on_rank(rank: int, world: int, setting: Setting, keep: tuple[str, 
             made.evaluate(setting)
         elif way == "a step that fails":
             with pytest.raises(TypeError), patch.object(RunningStep, "_backward", None):
-                made.executor.run(steps_of(setting, 1, made.share, made.made.context)[0], train=True)
+                made.executor.run(made.steps(setting, 1)[0], train=True)
         now = {f"{n}.{fqn}": p for n, m in made.executor.modules.items() for fqn, p in m.named_parameters()}
         if stages.keys() == copied | {"audio"}:
             assert all(now[name] is p for name, p in made.owned.items()), f"copies stayed in layers after {way}"
     return found
 
 
+@pytest.mark.full
 def test_frozen_layers_may_compute_in_fp32_too(pool: Pool, tmp_path: Path) -> None:
     """Where nothing wraps them, as nothing shards them: their rows are cast to fp32 and back."""
     names = ("vision", "audio", "llm")
@@ -97,10 +91,11 @@ def test_gradients_are_those_of_half_precision_weights_bit_by_bit(pool: Pool, tm
     assert not made["sharded"] & frozen, "what is frozen is not copied"
 
 
+@pytest.mark.full
 def test_a_parameter_may_be_kept_in_fp32(pool: Pool, tmp_path: Path) -> None:
     """Its layer computes in fp32, as a plain model does whose layer casts its rows to and fro."""
     setting = replace(Setting(data(tmp_path), {"llm": on(0)}, microbatches=1), precision="bf16-mixed")
-    with made_in(torch.float32):
+    with in_dtype(torch.float32):
         model: MultimodalModel = stepping._model(setting).to(torch.bfloat16)
         precise = stepping._model(setting).get_parameter(KEPT)
         layer = model.get_submodule(KEPT.removesuffix(".weight"))
@@ -117,18 +112,20 @@ def test_a_parameter_may_be_kept_in_fp32(pool: Pool, tmp_path: Path) -> None:
     assert not torch.equal(made["gradients"][KEPT], made["gradients"][KEPT].to(torch.bfloat16).float())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reshard", ["auto", "never"])
 def test_activations_leave_beside_a_layer_in_fp32(pool: Pool, tmp_path: Path, reshard: str) -> None:
     """The layer is gathered and freed by itself, later and earlier than the block in which it lies."""
     setting = Setting(data(tmp_path), {"llm": on(0, 1, dp_shard=2)}, microbatches=1, reshard_after_forward=reshard)
     kept = ("llm.*.attention.wo.weight",)
-    ranks = [pool.run(2, gradients_on_rank, replace(setting, offload=way), kept) for way in ({}, {"llm": "all"})]
+    ranks = [pool.run(2, gradients_on_rank, setting.plus(offload=way), kept) for way in ({}, {"llm": "all"})]
     for stayed, left in zip(*ranks, strict=True):
         assert left["gradients"].keys() == stayed["gradients"].keys()
         for name, gradient in left["gradients"].items():
             assert torch.equal(gradient, stayed["gradients"][name]), name
 
 
+@pytest.mark.full_cases("1f1b-layouts1", "1f1b-layouts2")
 @pytest.mark.parametrize("layouts", [
     {"vision": on(0, 1), "llm": on(0, 1, pp=2)},
     {"vision": on(0), "llm": on(1, 2, tp=2)},
@@ -151,11 +148,12 @@ def sums_on_rank(rank: int, world: int, settings: list[Setting]) -> list[dict[st
     found = []
     for setting in settings:
         made = OnRank(rank, world, setting)
-        made.executor.run(steps_of(setting, 8, made.share, made.made.context)[0], train=True)
+        made.executor.run(made.steps(setting, 8)[0], train=True)
         found.append({n: local(p.grad) for n, p in made.owned.items() if p.grad is not None})
     return found
 
 
+@pytest.mark.full
 def test_microbatches_are_added_up_in_fp32_whatever_the_backward(pool: Pool, tmp_path: Path) -> None:
     """Divided in two or not, a microbatch has the same gradient in bf16: sums that differ were not made in fp32."""
     one = Setting(data(tmp_path), {}, "1f1b", llm_layers=2, precision="bf16-mixed")
@@ -167,3 +165,33 @@ def test_microbatches_are_added_up_in_fp32_whatever_the_backward(pool: Pool, tmp
             assert whole and set(whole) == set(halves)
             for name, gradient in whole.items():
                 assert float((gradient - halves[name]).norm()) <= 1e-5 * float(gradient.norm()), name
+
+
+def bytes_on_rank(rank: int, world: int, settings: list[Setting]) -> list[dict[str, int]]:
+    """Bytes that this rank gives to all-gathers and sends to other ranks in a step of each setting."""
+    found = []
+    gather, start = getattr(dist, ALL_GATHER), transport.start_messages
+    for setting in settings:
+        made, moved = OnRank(rank, world, setting), {"gathered": 0, "sent": 0}
+
+        def gathering(output: torch.Tensor, part: torch.Tensor, *args: Any, moved: Any = moved, **options: Any) -> Any:
+            moved["gathered"] += part.nbytes
+            return gather(output, part, *args, **options)
+
+        def sending(wire: Any, messages: Any, *, moved: Any = moved) -> Any:
+            moved["sent"] += sum(message.tensor.nbytes for message in messages if message.sends)
+            return start(wire, messages)
+
+        with patch.object(dist, ALL_GATHER, gathering), patch.object(transport, "start_messages", sending):
+            made.executor.run(made.steps(setting, 2)[0], train=True)
+        found.append(moved)
+    return found
+
+
+@pytest.mark.full
+def test_gathers_and_messages_of_mixed_precision_have_half_the_bytes(pool: Pool, tmp_path: Path) -> None:
+    layouts = {"vision": on(0), "llm": on(0, 1, dp_shard=2)}
+    settings = [Setting(data(tmp_path), layouts, precision=name) for name in ("bf16-mixed", "32-true")]
+    for mixed, whole in pool.run(2, bytes_on_rank, settings):
+        assert all(mixed.values()), "each rank gathers, and sends rows or their gradients"
+        assert {name: 2 * count for name, count in mixed.items()} == whole

@@ -14,7 +14,7 @@ from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.model.token_loss import token_loss
 from hetero_strategy.parallelize.apply import parallelize
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool
 from tests.model.helpers import LLAMA, tokens
 from tests.parallelize.pieces import MAKE
 
@@ -44,6 +44,7 @@ def split_on_rank(rank: int, world: int, rows: int, vocabulary: int, backend: st
     }
 
 
+@pytest.mark.full_cases("5-12-aot_eager")
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize(("rows", "vocabulary"), [(5, 12), (4, 7), (0, 6)])
 def test_split_logits(pool: Pool, rows: int, vocabulary: int, backend: str | None) -> None:
@@ -82,6 +83,7 @@ def heads_on_rank(rank: int, world: int) -> dict[str, list[int]]:
     return seen
 
 
+@pytest.mark.full
 def test_no_rank_has_whole_logits(pool: Pool) -> None:
     for seen in pool.run(2, heads_on_rank):
         for kind, columns in seen.items():

@@ -11,8 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from hetero_strategy.schedule.build import make_schedule
-from hetero_strategy.schedule.text import to_csv
-from tests.distributed.harness import Pool
+from hetero_strategy.testing import Pool
 from tests.schedule.cases import chain, work
 
 WIDTH, MICROBATCHES, RANKS = 6, 4, 2
@@ -46,7 +45,7 @@ def torch_runs(rank: int, world: int, path: str, stages: int) -> dict[int, list[
 @pytest.mark.parametrize(("name", "vpp"), [("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2)])
 def test_torch_runs_our_schedules(pool: Pool, tmp_path: Path, name: str, vpp: int) -> None:
     path = tmp_path / "schedule.csv"
-    path.write_text(to_csv(make_schedule(name, chain(RANKS, vpp), work(MICROBATCHES))))
+    path.write_text(make_schedule(name, chain(RANKS, vpp), work(MICROBATCHES)).to_csv())
     modules, (x, target) = parts(RANKS * vpp), batch()
     summed(nn.Sequential(*modules)(x), target).backward()
     gradients = {s: g for own in pool.run(RANKS, torch_runs, str(path), RANKS * vpp) for s, g in own.items()}

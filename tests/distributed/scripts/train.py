@@ -1,6 +1,6 @@
 """An ordinary training script, started in every way that a person may start it.
 
-python train.py FOLDER [--start popen|fork|spawn] [--devices 2] [--fail RANK STEP] [--kill RANK STEP] ...
+python train.py FOLDER [--devices 2] [--fail RANK STEP] [--kill RANK STEP] ...
 """
 
 from __future__ import annotations
@@ -60,28 +60,23 @@ class Script(Lit):
             raise ConnectionError(f"rank {self.global_rank} has had enough: connection refused, broken pipe")
         if here == self.asked.kill:
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.asked.tell and here == [self.asked.tell[1].replace("parent", "0"), self.asked.tell[2]]:
-            self.tell(*self.asked.tell)
+        if self.asked.tell and here == self.asked.tell[1:]:
+            Path(self.asked.folder, "fell").touch()
+            os.kill(os.getpid(), signal.Signals[self.asked.tell[0]])
         if self.asked.sleep in (here, ["all", here[1]]):
             Path(self.asked.folder, "asleep").touch()
             time.sleep(600)
         return super().training_step(batch, batch_idx)
-
-    def tell(self, name: str, whom: str, step: str) -> None:
-        """Send a signal to this rank, or the first rank does to the process that started it."""
-        Path(self.asked.folder, "fell").touch()
-        os.kill(os.getppid() if whom == "parent" else os.getpid(), signal.Signals[name])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("digits")
-    parser.add_argument("--start", default="popen")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--late", action="store_true", help="rank 1 fails after the run")
     parser.add_argument("--again", action="store_true", help="train anew in other layouts, then with one more process")
-    parser.add_argument("--tell", nargs=3, help="a signal, the rank or 'parent' that gets it, and in which step")
+    parser.add_argument("--tell", nargs=3, help="a signal, the rank that gets it, and in which step")
     parser.add_argument("--wait", help="a rank whose teardown waits, as on a GPU that waits for messages")
     parser.add_argument("--step-timeout", type=float, help="minutes; all modules are on all ranks then")
     for what in ("--fail", "--kill", "--sleep"):
@@ -98,7 +93,7 @@ def main() -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=world,
-        strategy=HeteroStrategy(layouts, start_method=asked.start, step_timeout=asked.step_timeout),
+        strategy=HeteroStrategy(layouts, step_timeout=asked.step_timeout),
         max_steps=STEPS,
         logger=False,
         enable_progress_bar=False,

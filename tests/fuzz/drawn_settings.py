@@ -1,0 +1,471 @@
+"""Settings drawn at random, and smaller ones of a given one."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import hetero_strategy.papers.stepccl  # noqa: F401 (registers tp_chunks)
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.schedule.config import ScheduleConfig
+from hetero_strategy.schedule.policies import SCHEDULES, schedule_policy
+from recipes.digits import write_digits, write_digits_draw
+from tests.distributed.stepping import ITEM_MODULES, Setting, by_module
+
+SAMPLES = 40
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+PARTS = {
+    "vision": ("backbone", "projector", "backbone.model.embeddings", "backbone.model.encoder.layers.0"),
+    "audio": ("backbone", "projector", "backbone.model.layers.0", "backbone.model.conv2"),
+    "draw": ("layers.0", "condition_in", "patch_out"),
+    "titan": ("model.tok_embeddings", "model.output", "model.layers.0", "model.norm"),
+    "hf": ("model.model.embed_tokens", "model.lm_head", "model.model.layers.0", "model.model.norm"),
+}
+"""What may be frozen of a module, or of a kind of language model."""
+FLOAT8 = "rowwise_with_gw_hp, emulated"
+"""Whose rounding does not depend on the microbatch, nor, without tensor parallelism, on the layout."""
+RECOMPUTES = {"all": 3, "every 2": 1, "all but matmuls": 2, "whole": 1}
+FOCUS = {"vision": 1, "audio": 1, "llm": 1, "draw": 1}
+"""Modules whose every way of recompute meets every precision, and shards that are gathered with every microbatch."""
+
+
+PLAIN = ("balance", "tokens", "freeze", "transforms", "max_in_flight",
+         "reshard_after_forward", "edges", "loss_weights", "kv_heads", "ranks_per_node", "tied", "dropout",
+         "precision", "late", "lm", "per_item", "unused", "pieces", "fill",
+         "schedule")  # fmt: skip
+"""Options that a smaller setting has as they are by default, in the order in which that is tried."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set to draw batches from."""
+
+    folder: str
+    kinds: Mapping[tuple[str, ...], tuple[int, ...]]
+    """Modules that have items in a sample -> samples."""
+
+
+def write(folder: Path) -> dict[bool, Data]:
+    """Both data sets, without and with drawings; in each some samples with several items."""
+    made = {False: write_digits, True: write_digits_draw}
+    return {draws: _data(folder / f"draw-{draws}", make) for draws, make in made.items()}
+
+
+def _data(folder: Path, make: Any) -> Data:
+    manifest = folder / "train.json"
+    if not manifest.exists():
+        make(folder, train=SAMPLES, val=1, seed=3, progress=False)
+        samples = json.loads(manifest.read_text())
+        parts = [[s for s in samples if s.get(key)] for key in ("image", "audio")]
+        images, audios = ([s[key] for s in found] for key, found in zip(("image", "audio"), parts, strict=True))
+        for number in range(4):
+            image, audio = images[: 2 * number + 2], audios[:number]
+            question = "<image>".join(["Read "] + [" "] * len(image)) + "<audio>" * len(audio)
+            talk = [{"from": "human", "value": question}, {"from": "gpt", "value": f"{len(image)}{len(audio)}"}]
+            samples.append({"id": f"many-{number}", "image": image, "audio": audio, "conversations": talk})
+        manifest.write_text(json.dumps(samples))
+    kinds: dict[tuple[str, ...], tuple[int, ...]] = {}
+    for number, sample in enumerate(json.loads(manifest.read_text())):
+        fields = {"vision": "image", "audio": "audio", "draw": "draw"}
+        kind = tuple(module for module, name in fields.items() if sample.get(name))
+        kinds[kind] = (*kinds.get(kind, ()), number)
+    return Data(str(folder), kinds)
+
+
+def draw(seed: int, number: int, data: Mapping[bool, Data]) -> Setting:
+    """One setting, a function of the first two arguments.
+
+    Args:
+        seed: of all settings.
+        number: of this one.
+        data: without and with drawings.
+    """
+    return _Drawing(random.Random(f"{seed} {number}"), data).setting()
+
+
+class _Drawing:
+    """What the parts of one setting share."""
+
+    def __init__(self, rng: random.Random, data: Mapping[bool, Data]) -> None:
+        self.rng = rng
+        self.focus = self.one_of(FOCUS) if self.often(0.25) else None
+        self.data = data[self.focus == "draw" or (self.focus in (None, "vision") and self.often(0.25))]
+        self.draws = self.data is data[True]
+        self.single = self.often(0.12)
+        """One instance of every module: with as many microbatches, random numbers are those of one process."""
+
+    def often(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+    def one_of(self, weights: Mapping[Any, float]) -> Any:
+        return self.rng.choices(list(weights), list(weights.values()))[0]
+
+    def setting(self) -> Setting:
+        rng = self.rng
+        modules = self.modules()
+        world = self.one_of({1: 2, 2: 26, 3: 26, 4: 32, 5: 4, 6: 6, 8: 4})
+        layouts = {name: self.layout(world, name) for name in modules}
+        pipelined = [name for name in modules if layouts[name]["pp"] > 1]
+        schedule = self.schedule(pipelined)
+        for name in pipelined:
+            layouts[name] |= self.virtual(schedule)
+        lm = self.one_of({"titan": 5, "hf_llama": 3, "hf_qwen3": 2})
+        layers = self.layers(modules, layouts)
+        batches = self.batches()
+        dropout = self.dropout(modules, layouts, lm) if self.single else {}
+        balance = self.balance(modules) if not dropout and self.often(0.6) else None
+        largest = max(map(len, batches))
+        auto = bool(balance and "llm" in balance.get("budget", {}) and self.often(0.6))
+        tokens = {}
+        for name in modules:
+            if name in ITEM_MODULES and self.often(0.25):
+                tokens[name] = self.one_of({"equal": 3, 4: 1, 8: 1, 20: 1, 100: 1, 1000: 2})
+        losses = [name for name in modules if ITEM_MODULES.get(name) != "encoder"]
+        splits = schedule != "auto" and schedule_policy(schedule).splits_backward
+        compiles = self.often(0.1) and "attention_dropout" not in dropout  # whose numbers are others in compiled blocks
+        recompute = {n: self.one_of(RECOMPUTES) for n in modules if self.often(0.2)}
+        precisions = {"64-true": 12, "32-true": 1, "32-mixed": 2, "bf16-mixed": 1}
+        gathered = {"auto": 6, "never": 2, "always": 0.2 if splits else 2}
+        if self.focus in modules:
+            recompute[self.focus] = rng.choice(list(RECOMPUTES))
+            precisions, gathered = (
+                {"64-true": 2, "32-true": 1, "32-mixed": 3, "bf16-mixed": 2},
+                {**gathered, "always": 8},
+            )
+        backends = {n: "aot_eager" if n in recompute else "eager" for n in modules if self.often(0.3)}
+        setting = Setting(
+            self.data.folder,
+            {name: self.written(one) for name, one in layouts.items()},
+            schedule,
+            lm,
+            edges=self.edges(modules),
+            loss_weights={n: rng.choice((0.0, 0.5, 3.0)) for n in losses if self.often(0.15)},
+            kv_heads=self.one_of({4: 8, 2: 1}),
+            **layers,
+            freeze=self.freeze(modules, lm),
+            transforms=by_module(recompute=recompute, compile=backends if compiles else {}),
+            reshard_after_forward=self.one_of(gathered),
+            max_in_flight={rng.choice(modules): rng.randint(1, 4)} if self.often(0.12) else {},
+            tokens=tokens,
+            balance=balance,
+            ranks_per_node=self.one_of({1 << 30: 4, 2: 1}),
+            tied=lm != "titan" and self.often(0.4),
+            dropout=dropout,
+            precision=self.one_of(precisions),
+            late=round(rng.uniform(0.001, 0.02), 4) if self.often(0.35) else 0.0,
+            batches=batches,
+            microbatches=None if auto else rng.randint(1, min(6, largest)),
+        )
+        if setting.precision == "64-true" and self.often(0.1):  # elsewhere what is rounded otherwise rounds otherwise
+            setting = setting.plus(float8={n: FLOAT8 for n in modules if layouts[n]["tp"] == 1})
+        drawn = self.filling(setting) if pipelined and self.often(0.5) else setting
+        drawn = drawn.plus(tp_chunks=self.chunks(drawn))
+        drawn = drawn.plus(offload=self.offload(drawn))
+        encoders = [name for name in modules if ITEM_MODULES.get(name) == "encoder"]
+        drawn = replace(drawn, per_item=tuple(name for name in encoders if self.often(0.25)))
+        return replace(drawn, unused=tuple(name for name in modules if self.often(0.08)))
+
+    def filling(self, setting: Setting) -> Setting:
+        """The same with encoders in bubbles, where there are such, perhaps in pieces."""
+        if setting.schedule == "sequential" or setting.reshard_after_forward == "always":
+            return setting
+        fill = self.one_of({"fine": 5, "decoupled": 2})
+        layouts = {n: ModuleLayout.from_config(n, dict(v)).resolved(n) for n, v in setting.layouts.items()}
+        others = [name for name in setting.modules if name in ITEM_MODULES]
+        fills = ScheduleConfig(fill=fill).filling(others, layouts, setting.flows())
+        cut = sorted(n for n in fills if (layouts[n].pp == 1 or not layouts[n].split) and self.often(0.4))
+        blocks = {f"{name}_layers": getattr(setting, f"{name}_layers") for name in cut}
+        pieces = {}
+        for name, most in zip(cut, blocks.values(), strict=True):
+            pieces[name] = self.rng.randint(1, most if layouts[name].pp == 1 else 2)
+            blocks[f"{name}_layers"] = max(most, pieces[name] * layouts[name].pp)
+        bounds = {name: bound for name, bound in setting.max_in_flight.items() if fill == "fine" or name not in fills}
+        left_out = ("recompute",) if fill == "decoupled" else ()
+        transforms = {
+            name: {n: way for n, way in of.items() if n not in left_out or name not in fills}
+            for name, of in setting.transforms.items()
+        }
+        setting = replace(setting, **blocks)
+        return replace(setting, fill=fill, pieces=pieces, max_in_flight=bounds, transforms=transforms)
+
+    def offload(self, setting: Setting) -> dict[str, str]:
+        """Modules whose activations are in host memory, where they may be."""
+        found = {}
+        for name in setting.modules:
+            of = setting.transforms.get(name, {})
+            again, whole = of.get("recompute"), setting.fill == "decoupled" and name in ITEM_MODULES
+            compiled = again and "compile" in of and setting.layouts[name].get("tp", 1) != 1
+            if again not in ("whole", "all but matmuls") and not whole and not compiled and self.often(0.2):
+                found[name] = self.one_of({"all": 2, "every 2": 1})
+        return found
+
+    def modules(self) -> list[str]:
+        if self.draws:
+            found = ["vision"] * self.often(0.75) + ["llm", "draw"]
+        else:
+            found = self.one_of({("vision",): 3, ("audio",): 3, ("vision", "audio"): 5, (): 1})
+            found = [*found, "llm"]
+        if self.focus not in (None, *found):
+            found.insert(0, self.focus)
+        if self.often(0.15):
+            found.append("caption")
+        if self.often(0.25):
+            self.rng.shuffle(found)
+        return found
+
+    def edges(self, modules: Sequence[str]) -> tuple[tuple[str, str], ...] | None:
+        """Usually all."""
+        readers = [name for name in modules if name not in ITEM_MODULES]
+        if len(readers) == 1 or self.often(0.5):
+            return None
+        found = []
+        for name in modules:
+            if ITEM_MODULES.get(name) == "encoder":
+                found += [(name, r) for r in self.rng.sample(readers, self.rng.randint(1, len(readers)))]
+            elif name == "draw":
+                found.append((self.rng.choice(readers), name))
+        return tuple(found)
+
+    def layout(self, world: int, module: str) -> dict[str, Any]:
+        count = self.rng.randint(1, world)
+        found: dict[str, Any] = {"ranks": sorted(self.rng.sample(range(world), count)), **dict.fromkeys(DEGREES, 1)}
+        for factor in (2, 2, 2, 3, 5, 7):
+            if count % factor == 0:
+                count //= factor
+                heads = factor == 2 and found["tp"] < 4
+                many = not self.single
+                cuts = module not in ITEM_MODULES and found["cp"] == 1 and factor < 5
+                degree = self.one_of(
+                    {"dp_replicate": 2 * many, "dp_shard": 3 * many, "cp": 3 * cuts, "tp": 3 * heads, "pp": 4}
+                )
+                found[degree] *= factor
+        return found
+
+    def schedule(self, pipelined: Sequence[str]) -> str:
+        """One of ours, or one in six of torch's, all of which are for virtual stages."""
+        plain = {"1f1b": 3, "gpipe": 1, "zb_h1": 3, "sequential": 1, "auto": 2}
+        often = 1.0 if pipelined else 0.04
+        ours, of_torch = dict.fromkeys(("interleaved_1f1b", "zbv"), 2.5 * often), dict.fromkeys(SCHEDULES, 0.5 * often)
+        return str(self.one_of({**plain, **ours, **of_torch}))
+
+    def virtual(self, schedule: str) -> dict[str, Any]:
+        """Stages that a schedule is made for, mostly."""
+        loop, style = {"vpp": self.rng.choice((2, 2, 3))}, {"vpp": 2, "pp_style": "v"}
+        made_for = "any" if schedule == "auto" else schedule_policy(schedule).virtual
+        if made_for in ("loop", "v"):
+            return {"loop": loop, "v": style}[made_for] if self.often(0.9) else {}
+        if schedule in ("auto", "gpipe", "sequential") and self.often(0.3):
+            return self.rng.choice((loop, style))
+        return {}
+
+    def layers(self, modules: Sequence[str], layouts: dict[str, dict[str, Any]]) -> dict[str, int]:
+        """Layers by module, and at times how they are split."""
+        found: dict[str, int] = {}
+        for name in modules:
+            kind = name if name in ITEM_MODULES else "llm"
+            stages = layouts[name]["pp"] * layouts[name].get("vpp", 1)
+            found[f"{kind}_layers"] = max(found.get(f"{kind}_layers", 0), stages + self.rng.randint(0, 2))
+        for name, one in layouts.items():
+            stages = one["pp"] * one.get("vpp", 1)
+            if stages > 1 and self.often(0.3):
+                blocks = found[f"{name if name in ITEM_MODULES else 'llm'}_layers"]
+                cuts = [0, *sorted(self.rng.sample(range(1, blocks), stages - 1)), blocks]
+                one["split"] = [b - a for a, b in pairwise(cuts)]
+        return found
+
+    def written(self, layout: Mapping[str, Any]) -> dict[str, Any]:
+        """As a person would: without ones, at times with a degree left to be derived."""
+        found = {name: value for name, value in layout.items() if value != 1 or name in ("ranks", "dp_shard")}
+        if self.often(0.3):
+            unknown = self.rng.choice([name for name in DEGREES if name in found])
+            return found | {unknown: -1}
+        return found
+
+    def chunks(self, setting: Setting) -> dict[str, int]:
+        """Chunks of modules' tensor parallelism, at times, where they may be."""
+        found = {}
+        for name in setting.modules:
+            of = setting.transforms.get(name, {})
+            refused = {"compile", "float8"} & {*of} or of.get("recompute") == "all but matmuls"
+            if setting.layouts[name].get("tp", 1) != 1 and not refused and self.often(0.4):
+                found[name] = self.rng.choice((2, 3, 8))
+        return found
+
+    def dropout(self, modules: Sequence[str], layouts: Mapping[str, Mapping[str, Any]], lm: str) -> dict[str, float]:
+        """Where one process draws the same numbers: inside tensor-parallel layers they are other ones, and so they are
+        of a part of the rows.
+        """
+        apart = [name for name in modules if layouts[name]["tp"] * layouts[name]["cp"] > 1]
+        found = {"dropout": 0.2}
+        if "audio" not in apart:
+            found["activation_dropout"] = 0.1
+        if not apart or (lm == "titan" and set(apart) <= {"llm", "caption", "draw"}):
+            found["attention_dropout"] = 0.1
+        return {name: p for name, p in found.items() if self.often(0.7)}
+
+    def freeze(self, modules: Sequence[str], lm: str) -> tuple[str, ...]:
+        """Whole modules, but not all of them, and parts."""
+        if self.often(0.6):
+            return ()
+        whole = self.rng.sample(list(modules), self.rng.choice((0, 1, 1, 2)) if len(modules) > 2 else len(modules) - 1)
+        found = [name for name in whole if self.often(0.7)]
+        for name in modules:
+            if name not in found and self.often(0.35):
+                kind = name if name in ITEM_MODULES else lm.split("_")[0]
+                found += [f"{name}.{part}" for part in self.rng.sample(PARTS[kind], self.rng.choice((1, 1, 2)))]
+        return tuple(found)
+
+    def batches(self) -> tuple[tuple[int, ...], ...]:
+        """Some of them without a certain kind of item."""
+        found = []
+        for _ in range(self.one_of({1: 6, 2: 3, 3: 1})):
+            size = self.one_of({1: 1, 2: 2, 3: 2, 5: 3, 8: 3, 12: 2})
+            kinds = list(self.data.kinds)
+            if self.often(0.4):
+                kinds = self.rng.sample(kinds, self.rng.randint(1, len(kinds) - 1))
+            samples = [sample for kind in kinds for sample in self.data.kinds[kind]]
+            found.append(tuple(self.rng.sample(samples, min(size, len(samples)))))
+        return tuple(found)
+
+    def balance(self, modules: Sequence[str]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        policies = ("auto", "lpt", "round_robin", "none")  # names of our own, whatever tests register
+        if self.often(0.5):
+            found["policy"] = self.rng.choice(policies)
+        elif self.often(0.5):
+            found["policy"] = {name: self.rng.choice(policies) for name in modules}
+        if self.often(0.4):
+            found["rearrange"] = self.rng.choice(("home", "none"))
+        if self.often(0.4):
+            found["reorder"] = self.rng.choice(("search", "none"))
+        if self.often(0.3):
+            found["costs"] = {self.rng.choice(modules): {"quadratic": self.rng.choice((0.0, 0.1))}}
+        if self.often(0.3):
+            rows = {"vision": (120, 300), "audio": (400, 800), "draw": (32, 64)}
+            chosen = {name: self.rng.choice(rows.get(name, (150, 300, 600))) for name in modules if self.often(0.5)}
+            found["budget"] = chosen
+        return found
+
+
+def smaller(setting: Setting) -> Iterator[Setting]:
+    """Settings with less of something, those with much less first."""
+    for name in setting.modules:
+        if name != "llm":
+            yield _without(setting, name)
+    if len(setting.batches) > 1:
+        yield from (_of_batches(setting, (batch,)) for batch in setting.batches)
+    for number, batch in enumerate(setting.batches):
+        halves = (batch[: len(batch) // 2], batch[len(batch) // 2 :])
+        for half in halves if len(batch) > 1 else ():
+            yield _of_batches(setting, (*setting.batches[:number], half, *setting.batches[number + 1 :]))
+    plain = Setting("", {})
+    for option in PLAIN:
+        if getattr(setting, option) != getattr(plain, option):
+            yield _plain(setting, option)
+    if setting.schedule != "auto" and schedule_policy(setting.schedule).instead == "zb_h1":
+        yield replace(_plain(setting, "schedule"), schedule="zb_h1")
+    for part in setting.freeze if len(setting.freeze) > 1 else ():
+        yield replace(setting, freeze=tuple(p for p in setting.freeze if p != part))
+    for name, of in setting.transforms.items():
+        for transform in of:
+            less = {n: way for n, way in of.items() if n != transform}
+            yield replace(setting, transforms={**setting.transforms, name: less})
+    for option in ("balance", "tokens", "pieces"):
+        given = getattr(setting, option) or {}
+        for key in given if len(given) > 1 else ():
+            yield replace(setting, **{option: {k: v for k, v in given.items() if k != key}})
+    for name, layout in setting.layouts.items():
+        yield from (_with_layout(setting, name, one) for one in _smaller_layouts(layout))
+    yield _renumbered(setting)
+    for option in ("vision_layers", "audio_layers", "llm_layers", "draw_layers"):
+        if getattr(setting, option) > 1:
+            yield replace(setting, **{option: 1})
+            yield replace(setting, **{option: getattr(setting, option) - 1})
+    if setting.microbatches is None:
+        yield replace(setting, microbatches=2)
+    elif setting.microbatches > 1:
+        yield replace(setting, microbatches=1)
+        yield replace(setting, microbatches=setting.microbatches - 1)
+
+
+def _without(setting: Setting, module: str) -> Setting:
+    """The same without a module and what is said of it."""
+    edges = setting.edges and tuple(e for e in setting.edges if module not in e)
+    balance = setting.balance and {
+        key: {n: v for n, v in given.items() if n != module} if isinstance(given, Mapping) else given
+        for key, given in setting.balance.items()
+    }
+    return replace(
+        setting,
+        layouts={n: v for n, v in setting.layouts.items() if n != module},
+        edges=edges,
+        freeze=tuple(part for part in setting.freeze if part.split(".")[0] != module),
+        per_item=tuple(name for name in setting.per_item if name != module),
+        transforms={n: v for n, v in setting.transforms.items() if n != module},
+        pieces={n: v for n, v in setting.pieces.items() if n != module},
+        loss_weights={n: v for n, v in setting.loss_weights.items() if n != module},
+        max_in_flight={n: v for n, v in setting.max_in_flight.items() if n != module},
+        tokens={n: v for n, v in setting.tokens.items() if n != module},
+        balance=balance,
+    )
+
+
+def _of_batches(setting: Setting, batches: tuple[tuple[int, ...], ...]) -> Setting:
+    count = setting.microbatches and min(setting.microbatches, max(map(len, batches)))
+    return replace(setting, batches=batches, microbatches=count)
+
+
+def _plain(setting: Setting, option: str) -> Setting:
+    """The same with the default of an option."""
+    changed: dict[str, Any] = {option: getattr(Setting("", {}), option)}
+    if option == "lm":
+        names = {"model.embed_tokens": "tok_embeddings", "lm_head": "output", "model.layers.0": "layers.0"}
+        renamed = setting.freeze
+        for old, new in names.items():
+            renamed = tuple(part.replace(f".model.{old}", f".model.{new}") for part in renamed)
+        changed |= {"freeze": renamed, "tied": False}
+    if option == "schedule":
+        keys = ("vpp", "pp_style", "split")
+        changed["layouts"] = {n: {k: v for k, v in one.items() if k not in keys} for n, one in setting.layouts.items()}
+    if option == "balance" and setting.microbatches is None:
+        changed["microbatches"] = 2
+    return replace(setting, **changed)
+
+
+def _smaller_layouts(layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """One rank, one degree less, or fewer virtual stages."""
+    ranks = list(layout["ranks"])
+    if len(ranks) > 1:
+        yield {"ranks": ranks[:1]}
+        yield {"ranks": ranks[-1:]}
+    pp = layout.get("pp", 1)
+    if pp > 2 and pp % 2 == 0:
+        yield {key: value for key, value in layout.items() if key != "split"} | {"ranks": ranks[::2], "pp": pp // 2}
+    if pp == len(ranks) > 2:
+        yield {key: value for key, value in layout.items() if key != "split"} | {"ranks": ranks[:2], "pp": 2}
+    for degree in DEGREES:
+        if (size := layout.get(degree, 1)) > 1:
+            without = {"pp": ("split", "vpp", "pp_style")}.get(degree, ())
+            rest = {key: value for key, value in layout.items() if key not in (degree, *without)}
+            yield rest | {"ranks": ranks[: len(ranks) // size]}
+            yield rest | {"ranks": ranks[-len(ranks) // size :]}
+    for key in ("split", "vpp"):
+        if key in layout:
+            dropped = ("split", "pp_style", "vpp") if key == "vpp" else (key,)
+            yield {name: value for name, value in layout.items() if name not in dropped}
+
+
+def _with_layout(setting: Setting, name: str, layout: Mapping[str, Any]) -> Setting:
+    return replace(setting, layouts={**setting.layouts, name: layout})
+
+
+def _renumbered(setting: Setting) -> Setting:
+    """Without ranks that have nothing."""
+    used = sorted({rank for layout in setting.layouts.values() for rank in layout["ranks"]})
+    layouts = {n: {**one, "ranks": [used.index(r) for r in one["ranks"]]} for n, one in setting.layouts.items()}
+    return replace(setting, layouts=layouts)
