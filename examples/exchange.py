@@ -1,6 +1,6 @@
 """Rows from an encoder's layout to a language model's, and their gradients back; no Lightning.
 
-torchrun --nproc-per-node 3 docs/examples/exchange.py
+torchrun --nproc-per-node 3 examples/exchange.py
 """
 
 import numpy as np
