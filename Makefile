@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 SPREAD := --numprocesses $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-perf lint format clean
+.PHONY: help setup train test test-all test-perf lint format docs clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -37,6 +37,11 @@ lint: $(INSTALLED)  ## ruff and mypy
 format: $(INSTALLED)  ## let ruff order imports and lay out the code
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+docs: $(INSTALLED)  ## the pages of docs/ and a reference made from the docstrings, in build/docs
+	$(VENV)/bin/pip install $(PIP_ARGS) --quiet --constraint constraints.txt --editable '.[docs]'
+	$(VENV)/bin/python -m sphinx -W --keep-going -q -b html docs build/docs
+	@echo "build/docs/index.html"
 
 clean:  ## remove the environment, caches and builds (not the outputs of runs)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
