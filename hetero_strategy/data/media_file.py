@@ -35,8 +35,7 @@ SCALED = ("PNG", "PPM")
 UPRIGHT = dict(enumerate(map(Image.Transpose, (0, 3, 1, 5, 4, 6, 2)), 2))
 """Orientation in EXIF -> transposition that turns the image upright, as in `ImageOps.exif_transpose`."""
 FEW = 4096
-"""A 16-bit picture with fewer grey values than this between its darkest and its brightest pixel shows next to nothing.
-"""
+"""A 16-bit picture with fewer grey values between its darkest and brightest pixel shows next to nothing."""
 MOST_LEFT = 4096
 """Bytes at the end of a file that its header may leave out of its count."""
 ALONE = "convert it anew, such as with ffmpeg, or cut it"
@@ -44,6 +43,8 @@ TAGS = (b"ID3", b"TAG", b"APETAGEX")
 """First bytes of tags that may follow a recording."""
 CHECKED = ("WAV", "WAVEX", "RF64", "AIFF", "AU", "NIST", "SVX", "FLAC", "OGG", "MP3")
 """libsndfile's names of the formats that are read."""
+QUOTING = ("FLAC", "OGG", "MP3")
+"""Formats of which libsndfile's log quotes tags; their frames and pages are checked instead."""
 CHUNKED = {b"RIFF": "little", b"RF64": "little", b"BW64": "little", b"RIFX": "big", b"FORM": "big"}
 """First bytes of WAV, AIFF and SVX -> byte order of their chunks' lengths."""
 SUN = {b".snd": "big", b"dns.": "little"}
@@ -203,7 +204,7 @@ def _check_container(path: str | Path, info: Any) -> None:
         size = file.seek(0, 2)
         declared = _declared(file, size)
         if declared is None:
-            if logged := re.search(r".*(truncated|should be).*", info.extra_info):
+            if info.format not in QUOTING and (logged := re.search(r".*(truncated|should be).*", info.extra_info)):
                 note = logged[0].strip(" *.")
                 raise DataError(
                     f"{path}: truncated audio; libsndfile notes of its {size} bytes: {note}; {ALONE}", "truncated audio"
@@ -246,9 +247,7 @@ def _declared(file: BinaryIO, size: int) -> Declared | None:
         file.seek(at)
         title = file.read(8)
         name, length = title[:4], int.from_bytes(title[4:], order)
-        if name in CHUNKED or not (name.isascii() and name.decode().isprintable()):
-            break
-        if samples and at + length > size:
+        if name in CHUNKED or not (name.isascii() and name.decode().isprintable()) or (samples and at + length > size):
             break
         at += 8
         if name == b"ds64":
