@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import os
 import platform
 import sys
-import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import hetero_strategy
+from hetero_strategy.disk_cache import cached, contents, package
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.registry import fake_world
 from hetero_strategy.model.multimodal import MultimodalModel
@@ -47,9 +42,6 @@ from hetero_strategy.profiling.stage_memory import Activations, BlockBytes, Head
 from hetero_strategy.simulator.cluster import Cluster
 from hetero_strategy.simulator.cost_model import BlockSeconds, Line, Precision
 from hetero_strategy.simulator.hardware import known_device
-
-_log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 
 def profile_on(
@@ -127,43 +119,6 @@ def memory_model(
     return MemoryModel(shape, activations, precision, allocator, accumulates)
 
 
-def cached(make: Callable[[], Result], of: Mapping[str, Any], read: Callable[[Any], Result]) -> Result:
-    """Load a cached measurement with the same key; otherwise run ``make`` and store its result.
-
-    The file is in ``$XDG_CACHE_HOME/hetero_strategy/profiles`` (default ``~/.cache``). A damaged file is written again;
-    if the folder is not writable, the log says so.
-
-    Args:
-        of: all that the measurement depends on, in JSON values.
-        read: restores the result of ``make`` from JSON values: dataclasses are objects, named tuples are lists, arrays
-            are lists of lists.
-    """
-    file = folder() / f"{digest(of)}.json"
-    try:
-        return read(json.loads(file.read_text()))
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    measured = make()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
-            json.dump(measured, part, default=_plain)
-        os.replace(part.name, file)
-    except OSError as error:
-        _log.warning("what was measured is not kept: %s; set XDG_CACHE_HOME to a folder that can be written to", error)
-    return measured
-
-
-def folder() -> Path:
-    """Return the folder of profiles."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hetero_strategy" / "profiles"
-
-
-def digest(of: Mapping[str, Any]) -> str:
-    """Hash the key of a measurement."""
-    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:32]
-
-
 def seconds_of(
     model: MultimodalModel,
     device: torch.device,
@@ -210,7 +165,7 @@ def structure(model: MultimodalModel) -> dict[str, Any]:
     return {
         "modules": modules,
         "edges": [[edge.source, edge.target] for edge in model.edges],
-        "code": [_package(), *_code(map(type, model.modules()))],
+        "code": [package(), *_code(map(type, model.modules()))],
         "versions": [torch.__version__],
     }
 
@@ -219,20 +174,7 @@ def _code(classes: Iterable[type]) -> list[str]:
     """Hash the files of some classes."""
     homes = (sys.modules.get(each.__module__) for each in classes)
     files = {file for home in homes if (file := getattr(home, "__file__", None)) and Path(file).exists()}
-    return [_content(file) for file in sorted(files)]
-
-
-@cache
-def _package() -> str:
-    """Hash the files of this package."""
-    files = sorted(map(str, Path(str(hetero_strategy.__file__)).parent.rglob("*.py")))
-    return hashlib.sha256("".join(map(_content, files)).encode()).hexdigest()
-
-
-@cache
-def _content(file: str) -> str:
-    """Hash a file as it was at the first call, that is, as it was imported."""
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return contents(files)
 
 
 def _part(part: nn.Module) -> tuple[str, dict[str, Any]]:
@@ -248,11 +190,6 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-
-
-def _plain(value: Any) -> Any:
-    """Convert an array or a dataclass to JSON values."""
-    return value.tolist() if isinstance(value, np.ndarray) else vars(value)
 
 
 def _profiled(data: Any) -> Profiled:
