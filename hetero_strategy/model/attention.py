@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel, varlen
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.context import Context
-from hetero_strategy.model.inputs import Packing
+from hetero_strategy.model.inputs import Bucket, Packing
 
 varlen_attn: Any = varlen.varlen_attn
 
@@ -35,10 +35,6 @@ FLASH_MAJOR = 8
 DENSE_MAJOR = 9
 """Major compute capability from which cuDNN is faster than the flash kernels for sequences of one length."""
 DENSE = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-NOT_HERE = ("attention_mask", "softcap", "s_aux", "position_bias", "head_mask")
-"""Arguments of transformers' layers that would change the result, and that no kernel here supports."""
-HF_ATTENTION = "hetero_packed"
-"""Name of packed attention in transformers' registry."""
 
 
 class _Options(NamedTuple):
@@ -48,6 +44,14 @@ class _Options(NamedTuple):
     window: int | None = None
     scale: float | None = None
     dropout: float = 0.0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    blocks: Tensor | None = None
+
+    @property
+    def dense(self) -> bool:
+        """Return whether only scores or masks of all pairs of a bucket give the result."""
+        return bool(self.softcap) or self.sinks is not None or self.blocks is not None
 
 
 def packed_attention(
@@ -60,6 +64,9 @@ def packed_attention(
     window: int | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    blocks: Tensor | None = None,
 ) -> Tensor:
     """Compute scaled dot-product attention inside every sequence of ``packing``, never across.
 
@@ -69,7 +76,8 @@ def packed_attention(
 
     Otherwise, and with dropout, sequences of similar length are padded together, and each such bucket is one call.
     Causal attention needs no mask for right padding; bidirectional attention gets a key mask only in a bucket with
-    padding, and windowed attention a band if sequences are longer than the window.
+    padding, and windowed attention a band if sequences are longer than the window. Soft caps, sinks and blocks need
+    memory for all pairs of a bucket: scores of every head, with blocks alone one mask.
 
     Args:
         query: queries ``[1, heads, T, head_dim]``.
@@ -80,20 +88,27 @@ def packed_attention(
         window: most rows that a row sees, including itself; causal attention only.
         scale: factor of the scores; default ``head_dim ** -0.5``.
         dropout: probability of dropping an attention weight.
+        softcap: bound of the scores, which become ``softcap * tanh(score / softcap)``.
+        sinks: scores ``[heads]`` that take a share of every row's weights and give nothing.
+        blocks: int64 ``[T]``, number of the block to which a row belongs, or -1; rows of a block also see its later
+            rows, as far as the window reaches. Numbers are unique in a sequence; causal attention only.
 
     Returns:
         ``[1, heads, T, head_dim]``.
 
     Raises:
-        ModelError: bidirectional attention has a window shorter than a sequence.
+        ModelError: bidirectional attention has a window shorter than a sequence, or context parallelism meets soft
+            caps, sinks or blocks.
     """
     if window is not None and not causal and window < packing.longest:
         raise ModelError(
             f"window={window} of attention that is not causal: packed attention has windows that look back alone; leave"
             " it out, or give the blocks an attention of their own"
         )
-    options = _Options(causal, window, scale, dropout)
+    options = _Options(causal, window, scale, dropout, softcap, sinks, blocks)
     if packing.context is not None:
+        if options.dense:
+            raise ModelError("attention with a soft cap, sinks or blocks does not know context parallelism: set cp=1")
         return _in_context(query, key, value, packing, packing.context, options)
     if packing.rows == 0:
         return query + (key.sum() + value.sum())  # empty, but a (zero) gradient reaches all three
@@ -101,14 +116,15 @@ def packed_attention(
         uniform = window is None and packing.alike and _major(query) >= DENSE_MAJOR
         kernel = _dense if uniform and current_flash_attention_impl() is None else _flash
         return kernel(query, key, value, packing, options)
-    if torch.compiler.is_compiling():  # compiled code must not depend on the number of buckets
-        return _masked(query, key, value, packing, options)
-    return _in_buckets(query, key, value, packing, options)
+    if not torch.compiler.is_compiling():
+        return _in_buckets(query, key, value, packing, options)
+    # Compiled code must not depend on the number of buckets.
+    return (_uncompiled if options.dense else _masked)(query, key, value, packing, options)
 
 
 def _runs_flash(query: Tensor, options: _Options) -> bool:
     """Return whether torch's flash kernels for packed sequences run here and support all options."""
-    if not query.is_cuda or options.dropout or not VARLEN:
+    if not query.is_cuda or options.dropout or options.dense or not VARLEN:
         return False
     return _flash_takes(query.dtype, query.shape[-1], _major(query))
 
@@ -125,19 +141,34 @@ def _flash_takes(dtype: torch.dtype, head_dim: int, major: int) -> bool:
 
 def _in_buckets(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options: _Options) -> Tensor:
     q, k, v = (_to_buckets(x[0].transpose(0, 1), packing) for x in (query, key, value))
+    blocks = None if options.blocks is None else _to_buckets(options.blocks, packing)
     parts = []
     for bucket in packing.buckets:
         shape = (bucket.count, bucket.length)
         rows = slice(bucket.start, bucket.start + bucket.count * bucket.length)
         mask = None if options.causal else bucket.mask
-        if options.window is not None and options.window < bucket.length:
+        if options.dense or (options.window is not None and options.window < bucket.length):
             steps = torch.arange(bucket.length, device=q.device)
             mask = _seen(steps, steps, options.window)[None, None]
+            if blocks is not None:
+                mask = _with_blocks(mask, blocks[rows].unflatten(0, shape), steps, bucket, options.window)
         one, two, three = (x[rows].unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
         part = _attend(one, two, three, mask, options)
         parts.append(part.transpose(1, 2).flatten(0, 1))
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return _from_buckets(out, packing).transpose(0, 1)[None]
+
+
+_uncompiled = torch.compiler.disable(_in_buckets)
+
+
+def _with_blocks(mask: Tensor, blocks: Tensor, steps: Tensor, bucket: Bucket, window: int | None) -> Tensor:
+    """Add to a causal mask ``[1, 1, L, L]`` the pairs in blocks ``[n, L]``; no row sees padding, which is later."""
+    same = (blocks[:, :, None] == blocks[:, None]) & (blocks >= 0)[:, None]
+    if window is not None:
+        same = same & (steps[:, None] - steps < window)
+    mask = mask | same[:, None]
+    return mask if bucket.mask is None else mask & (bucket.mask | _seen(steps, steps, 1))
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options: _Options) -> Tensor:
@@ -223,40 +254,6 @@ def attention_pairs(lengths: np.ndarray, *, causal: bool, window: int | None = N
     return int((near * (near + 1) // 2 + (lengths - near) * near).sum())
 
 
-def register_hf_attention() -> None:
-    """Register ``HF_ATTENTION`` with transformers; the layers must be called with ``packing=``."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(HF_ATTENTION, _hf_attention)
-
-
-def _hf_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    packing: Packing,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    others["attention_mask"] = attention_mask
-    if extra := [name for name in NOT_HERE if others.get(name) is not None]:
-        raise ModelError(
-            f"{type(module).__name__} asks for attention with {', '.join(extra)}, which packed attention does not have;"
-            " give its blocks an attention of their own"
-        )
-    causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
-    out = packed_attention(
-        query, key, value, packing, causal=causal, window=sliding_window, scale=scaling, dropout=dropout
-    )
-    return out.transpose(1, 2), None
-
-
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
     """Attend in padded sequences ``[sequences, heads, T, head_dim]``; a mask fully defines what a row sees."""
     groups = query.shape[1] // key.shape[1]
@@ -264,12 +261,29 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, opti
     shared = groups > 1 and mask is None and query.is_cuda and query.dtype in HALF
     if groups > 1 and not shared:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if options.softcap or options.sinks is not None:
+        assert mask is not None
+        return _scored(query, key, value, mask, options)
     mask_options: dict[str, Any] = {"is_causal": options.causal}
     if mask is not None:
         mask_options = {"attn_mask": mask.expand(-1, -1, query.shape[2], -1)}
     return F.scaled_dot_product_attention(
         query, key, value, **mask_options, dropout_p=options.dropout, scale=options.scale, enable_gqa=shared
     )
+
+
+def _scored(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: _Options) -> Tensor:
+    """Attend as :func:`_attend` with scores of all pairs in memory."""
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scores = query @ key.transpose(-1, -2) * scale
+    if options.softcap:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if options.sinks is not None:
+        sinks = options.sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    return F.dropout(weights, options.dropout)[..., : key.shape[2]] @ value
 
 
 def _to_buckets(rows: Tensor, packing: Packing) -> Tensor:

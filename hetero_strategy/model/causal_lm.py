@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -63,7 +64,23 @@ class CausalLMKind(ModuleKind):
         source = np.flatnonzero(~last)
         source = source[learnt[source + 1]]
         labels[source] = ids[source + 1]
-        return SequenceInputs(torch.from_numpy(ids), torch.from_numpy(labels), packing, slots=units.slots)
+        columns = {}
+        for name, column in self.columns(units, tokens, learnt).items():
+            columns[name] = torch.zeros(*column.shape[:-1], packing.rows, dtype=column.dtype)
+            columns[name][..., : len(tokens)] = column
+        return SequenceInputs(
+            torch.from_numpy(ids), torch.from_numpy(labels), packing, slots=units.slots, columns=columns
+        )
+
+    def columns(self, units: InstanceUnits, tokens: np.ndarray, learnt: np.ndarray) -> Mapping[str, Tensor]:
+        """Return :attr:`SequenceInputs.columns` of some samples, without alignment rows: ``[..., n]`` on the host.
+
+        Args:
+            units: the samples; ``units.content.placed(units.numbers)`` are the items in them.
+            tokens: token ids of all samples end to end, int32 ``[n]``.
+            learnt: whether each token is predicted, bool ``[n]``.
+        """
+        return {}
 
     @override
     def metrics(self, metadata: StepMetadata, module: str) -> dict[str, int]:
@@ -122,6 +139,12 @@ class CausalLM(Adapter):
     """Longest sequence in the position tables; None if there is no limit."""
     head_rows: int = 1024
     """Labelled rows whose logits exist at once; backward makes them again. Default: :func:`head_rows_of`."""
+    _transforms_inputs = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # Classes written for 0.1 have transform(hidden, packing), and the parameter's name tells.
+        cls._transforms_inputs = [*inspect.signature(cls.transform).parameters][2:3] == ["inputs"]
 
     def __init__(self, *, before: Callable[[Tensor, SequenceInputs], Tensor] | None = None) -> None:
         super().__init__()
@@ -132,8 +155,11 @@ class CausalLM(Adapter):
         """Turn token ids int64 ``[T]`` into rows ``[T_local, width]`` (this rank's slice if sequence parallel)."""
 
     @abstractmethod
-    def transform(self, hidden: Tensor, packing: Packing) -> Tensor:
-        """Run rows ``[T_local, width]`` through this stage's blocks."""
+    def transform(self, hidden: Tensor, inputs: SequenceInputs) -> Tensor:
+        """Run rows ``[T_local, width]`` through this stage's blocks; it may read packing and columns of the inputs.
+
+        A class whose second parameter has another name than ``inputs`` is given their packing alone.
+        """
 
     @abstractmethod
     def head(self, hidden: Tensor) -> Tensor:
@@ -183,11 +209,17 @@ class CausalLM(Adapter):
             if self.before is not None:
                 hidden = self.before(hidden, inputs)
             hidden = fill_slots(hidden, inputs.slots, rows)
-        hidden = self.transform(previous_rows(hidden), inputs.packing)
+        read: Any = inputs if self._transforms_inputs else inputs.packing
+        hidden = self.transform(previous_rows(hidden), read)
         if not self.last_stage:
             return hidden
         output = self.score(self.whole_rows(hidden), inputs)
         return replace(output, hidden=hidden, logits=self.head(hidden) if keep_logits else None)
+
+    @override
+    def example(self, lengths: np.ndarray) -> SequenceInputs:
+        ids = torch.zeros(int(lengths.sum()), dtype=torch.int64)
+        return SequenceInputs(ids, torch.full_like(ids, IGNORE), Packing.of(lengths), labelled=ids[:0])
 
     @override
     def recomputed_parts(self) -> list[nn.Module]:

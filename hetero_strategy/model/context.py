@@ -65,14 +65,15 @@ class Context(Movable):
 def in_context(inputs: ModuleInputs, rank: int, ranks: int) -> SequenceInputs:
     """Return the part of an instance's inputs of one of ``ranks`` context-parallel ranks, see :class:`ContextSharding`.
 
-    Sequences keep their numbers and lengths, rows their labels and positions.
+    Sequences keep their numbers and lengths, rows their labels, positions and columns.
 
     Raises:
         ModelError: the inputs are not plain token sequences, or their rows do not divide.
     """
     if type(inputs) is not SequenceInputs:  # other fields may have one entry per row, too
         raise ModelError(
-            f"cp={ranks} of a module that takes {type(inputs).__name__}: it is for SequenceInputs; set cp=1"
+            f"cp={ranks} of a module that takes {type(inputs).__name__}: it is for SequenceInputs, whose columns hold"
+            " more numbers of each row; set cp=1"
         )
     packing, lie = inputs.packing, ContextSharding(ranks, ranks)
     total = packing.rows
@@ -108,10 +109,7 @@ def in_context(inputs: ModuleInputs, rank: int, ranks: int) -> SequenceInputs:
     of, count = sequence[labelled], np.bincount(sequence[labelled], minlength=len(starts))
     own_labels = np.stack([of, np.arange(len(of)) - ragged.starts(count)[of]], axis=1)
     return replace(
-        inputs,
-        ids=inputs.ids[own_rows],
-        labels=inputs.labels[own_rows],
-        labelled=None,
+        inputs.cut(own_rows),
         packing=replace(
             packing,
             positions=packing.positions[own_rows],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from hetero_strategy import ragged
+from hetero_strategy.errors import DataError
 
 if TYPE_CHECKING:
     from hetero_strategy.model.context import Context
@@ -37,6 +38,17 @@ class ImagePatches:
     resample: int | None = None
     """Number of Pillow's filter."""
 
+    @property
+    def example_unit(self) -> int:
+        """Return the rows of two by two cells of merged patches."""
+        return 4 * self.merge**2
+
+    def example(self, lengths: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
+        """Return sizes of items with these rows, multiples of :attr:`example_unit`, and the shape of their values."""
+        side = 2 * self.merge
+        sizes = np.stack([np.full_like(lengths, side), lengths // side], axis=1)
+        return sizes, (int(lengths.sum()), self.channels * self.patch_size**2)
+
 
 @dataclass(frozen=True)
 class MelFrames:
@@ -48,6 +60,11 @@ class MelFrames:
     """None, here and below: the weights fix no value."""
     hop_length: int | None = None
     n_fft: int | None = None
+    example_unit = 16
+
+    def example(self, lengths: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
+        """Return sizes of items with these rows, and the shape of their values."""
+        return 2 * lengths[:, None], (2 * int(lengths.sum()), self.n_mels)
 
 
 @dataclass(frozen=True)
@@ -218,6 +235,8 @@ class EncoderInputs(ModuleInputs):
     """Packing of the rows in the backbone's transformer."""
     statistics: torch.Tensor | None = None
     """Statistics of pixel values, with which :meth:`as_numbers` normalises them, see :func:`normalised`."""
+    raw_rows: np.ndarray | None = None
+    """int64 ``[n]``, on the host: raw rows of each item; None: the product of its sizes."""
 
     @override
     def silenced(self, bad: np.ndarray) -> Self:
@@ -225,10 +244,11 @@ class EncoderInputs(ModuleInputs):
 
     @override
     def only(self, units: np.ndarray) -> Self:
-        raw = self.sizes.prod(axis=1)
+        raw = self.sizes.prod(axis=1) if self.raw_rows is None else self.raw_rows
         values = runs_of(self.values, raw, units) if len(self.values) else self.values
         packing = Packing.of(self.packing.lengths[units])
-        return replace(self, values=values, sizes=self.sizes[units], rows=self.rows[units], packing=packing, slots={})
+        sizes, rows = self.sizes[units], self.rows[units]
+        return replace(self, values=values, sizes=sizes, rows=rows, packing=packing, raw_rows=raw[units], slots={})
 
     @override
     def narrowed(self, dtype: torch.dtype) -> Self:
@@ -256,8 +276,17 @@ class SequenceInputs(ModuleInputs):
     own_labels: np.ndarray | None = None
     """int64 ``[labels, 2]``, on the host: sequence of each label of these rows, and its number among that sequence's
     labels, with context parallelism; None: these rows have all labels."""
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Name -> more numbers of each row, int64 or floating point ``[..., T]``, such as positions along several axes; 0
+    at alignment rows. All stages and tensor-parallel ranks have them, a context-parallel rank those of its rows."""
 
     def __post_init__(self) -> None:
+        for name, column in self.columns.items():
+            if column.shape[-1:] != self.ids.shape:
+                raise DataError(
+                    f"column {name!r} has shape {list(column.shape)} for {len(self.ids)} rows: its last dimension is"
+                    " the rows, alignment rows included"
+                )
         if self.labelled is None:
             object.__setattr__(self, "labelled", torch.nonzero(self.labels != IGNORE)[:, 0])
 
@@ -273,8 +302,13 @@ class SequenceInputs(ModuleInputs):
     @override
     def only(self, units: np.ndarray) -> Self:
         lengths = self.packing.lengths
-        ids, labels = (runs_of(column, lengths, units) for column in (self.ids, self.labels))
-        return replace(self, ids=ids, labels=labels, labelled=None, packing=Packing.of(lengths[units]), slots={})
+        rows = host_index(ragged.expand(ragged.starts(lengths)[units], lengths[units]), self.ids)
+        return replace(self.cut(rows), packing=Packing.of(lengths[units]), slots={})
+
+    def cut(self, rows: torch.Tensor) -> Self:
+        """Return inputs with the ids, labels and columns of some rows, int64 ``[n]``, and the packing of all."""
+        columns = {name: column[..., rows] for name, column in self.columns.items()}
+        return replace(self, ids=self.ids[rows], labels=self.labels[rows], labelled=None, columns=columns)
 
 
 @dataclass(eq=False)  # not frozen: Lightning moves predict_step's result to the host field by field
@@ -354,7 +388,7 @@ def _value(value: Any, move: Callable[[torch.Tensor], Any]) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return move(value)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _value(entry, move) for key, entry in value.items()}
     if isinstance(value, tuple):
         return tuple(_value(entry, move) for entry in value)

@@ -44,7 +44,11 @@ class Media(Protocol):
         """Return the names of the numbers in the sizes that ``measure`` returns."""
 
     def measure(self, path: str | Path) -> tuple[Sizes, int]:
-        """Return sizes, whose product is the raw rows, and rows at the edge, from the header. Raise DataError."""
+        """Return sizes, and rows at the edge, from the header. Raise DataError.
+
+        The product of the sizes is the number of raw rows, unless the processor has a ``raw_rows`` of its own, a
+        function of sizes, int64 ``[n, k]``, to raw rows, int64 ``[n]``.
+        """
 
     def check(self, path: str | Path) -> str | None:
         """Decode the whole file and discard the result; return a warning about it, if any. Raise DataError."""
@@ -91,6 +95,27 @@ class Items:
 
 
 @dataclass(frozen=True)
+class PlacedItems:
+    """The items of one encoder in some samples, by sample, then position; one that is several runs of rows, with tokens
+    between them, is here once for each run.
+    """
+
+    module: str
+    field: str
+    """Manifest field of the encoder's files, such as "image"."""
+    size_names: tuple[str, ...]
+    """Names of the numbers in :attr:`sizes`."""
+    sample: np.ndarray
+    """Place of each item's sample among these samples, int64 ``[n]``, ascending."""
+    sizes: np.ndarray
+    """Sizes of each item, int64 ``[n, k]``."""
+    start: np.ndarray
+    """Position of each item's first row in its sample's tokens, int64 ``[n]``."""
+    rows: np.ndarray
+    """Rows of each item in the tokens, int64 ``[n]``."""
+
+
+@dataclass(frozen=True)
 class Content:
     """Access to the units of one step that a rank computes."""
 
@@ -102,6 +127,8 @@ class Content:
     values: Callable[[str, np.ndarray], list[np.ndarray]]
     """Function of the same arguments: returns raw rows of each item, ``[R, feature]``; raises DataError if one cannot
     be read."""
+    placed: Callable[[np.ndarray], list[PlacedItems]] = lambda samples: []
+    """Function of numbers of samples in the step: returns the items of every encoder in them."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from hetero_strategy.errors import ModelError
 from hetero_strategy.model import attention
 from hetero_strategy.model.attention import packed_attention
 from hetero_strategy.model.inputs import Packing
+from hetero_strategy.zoo import hf_packed
 
 CASES = [[5], [4, 4, 4], [7, 3, 7, 1], [2, 9, 8, 0, 7, 1], [12, 3, 3, 3], [1, 1], [0, 4, 0]]
 
@@ -77,14 +78,10 @@ def test_weights_are_dropped():
 
 def test_what_packed_attention_cannot_do_is_refused():
     inputs, packing = make([3]), Packing.of(np.array([3]))
-    with pytest.raises(
-        ModelError, match="Identity asks for attention with s_aux, which packed attention does not have"
-    ):
-        attention._hf_attention(torch.nn.Identity(), *inputs, None, packing=packing, s_aux=torch.zeros(4))
-    with pytest.raises(ModelError, match="asks for attention with softcap"):
-        attention._hf_attention(torch.nn.Identity(), *inputs, None, packing=packing, softcap=50.0)
-    with pytest.raises(ModelError, match="asks for attention with attention_mask"):
-        attention._hf_attention(torch.nn.Identity(), *inputs, torch.ones(1, 1, 3, 3), packing=packing)
+    with pytest.raises(ModelError, match="Identity asks for attention with head_mask, which packed attention does not"):
+        hf_packed._attention(torch.nn.Identity(), *inputs, hf_packed.PackedMask(packing), head_mask=torch.zeros(4))
+    with pytest.raises(ModelError, match="Identity gives attention a Tensor for a mask"):
+        hf_packed._attention(torch.nn.Identity(), *inputs, torch.ones(1, 1, 3, 3))
     with pytest.raises(ModelError, match="window=2 of attention that is not causal"):
         packed_attention(*inputs, packing, causal=False, window=2)
 

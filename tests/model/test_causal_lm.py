@@ -22,7 +22,7 @@ from hetero_strategy.model.inputs import IGNORE
 from hetero_strategy.model.token_loss import token_loss
 from hetero_strategy.zoo import hf_llama, hf_qwen3, titan_llama
 from hetero_strategy.zoo.hf import PreciseRMSNorm
-from hetero_strategy.zoo.titan import _titan
+from hetero_strategy.zoo.titan import TitanLlama, _titan
 from tests.model.helpers import LLAMA, TITAN, ready, tokens
 
 QWEN = LLAMA | {"head_dim": 6}
@@ -75,16 +75,13 @@ def test_a_window_costs_what_is_in_it():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        (
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            r"\[1\] is 'sliding_.* window is None; set use_sliding",
-        ),
-        ({**WINDOW, "sliding_window": 0}, r"layer_types\[1\] is 'sliding_attention', but the layer's window is 0"),
-        ({"layer_types": ["chunked_attention"] * 2}, r"layer_types\[0\] is 'chunked_attention', which is not built"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "fails .* Could not find a `sliding_window`"),
+        ({**WINDOW, "sliding_window": 0}, "Qwen3Attention has a window of 0 rows, which sees nothing"),
+        ({"layer_types": ["chunked_attention"] * 2}, "Qwen3Model: its forward fails .* KeyError 'chunked_attention'"),
     ],
 )
 def test_layers_whose_attention_would_be_another_are_refused(fields, said):
-    with pytest.raises(ModelError, match=f"Qwen3ForCausalLM: .*{said}"):
+    with pytest.raises(ModelError, match=said):
         hf_qwen3(**QWEN | fields)
 
 
@@ -336,3 +333,73 @@ def test_metrics_are_of_samples_with_labels_and_the_mean_of_language_models() ->
     assert (float(out.accuracy), float(out.exact_match)) == (0.5, 0.5)
     assert list(sums.losses) == list(out.metrics) == order
     assert float(out.metrics["other"]["accuracy"]) == 1.0
+
+
+def with_columns(lengths):
+    plain = tokens(lengths)
+    axes = torch.stack([plain.packing.positions, plain.packing.positions // 2])
+    return replace(plain, columns={"axes": axes, "weight": torch.rand(len(plain.ids))})
+
+
+def test_columns_go_wherever_the_rows_go():
+    whole = with_columns([5, 9, 8])
+    two = whole.only(np.array([2, 0]))
+    rows = torch.tensor([*range(14, 22), *range(5)])
+    assert two.columns.keys() == {"axes", "weight"} and torch.equal(two.columns["axes"], whole.columns["axes"][:, rows])
+    assert torch.equal(two.columns["weight"], whole.columns["weight"][rows])
+    moved = whole.to("meta")
+    assert all(column.is_meta for column in moved.columns.values()) and not whole.columns["axes"].is_meta
+    with pytest.raises(DataError, match=r"column 'axes' has shape \[2, 21\] for 22 rows: its last dimension"):
+        replace(whole, columns={"axes": whole.columns["axes"][:, :21]})
+
+
+def test_a_kind_gives_rows_columns_and_alignment_rows_zeros():
+    class Kind(CausalLMKind):
+        def columns(self, units, tokens, learnt):
+            return {
+                "twice": torch.from_numpy(2 * tokens.astype(np.int64)).expand(3, -1),
+                "half": torch.ones(len(tokens)),
+            }
+
+    content = SimpleNamespace(text=lambda numbers: (np.arange(1, 6, dtype=np.int32), np.ones(5, bool)))
+    units: Any = SimpleNamespace(
+        content=content,
+        numbers=np.arange(2),
+        inner_rows=np.array([2, 3, 3]),
+        edge_rows=np.array([2, 3]),
+        alike=False,
+        slots={},
+    )
+    made = Kind().inputs(units)
+    assert made.columns["twice"].tolist() == [[2, 4, 6, 8, 10, 0, 0, 0]] * 3
+    assert made.columns["half"].tolist() == [1.0] * 5 + [0.0] * 3 and not CausalLMKind().inputs(units).columns
+
+
+class OneAxis(TitanLlama):
+    """Positions from a column instead of the packing's."""
+
+    def transform(self, hidden, inputs):
+        return OldForm.transform(self, hidden, replace(inputs.packing, positions=inputs.columns["axes"][1]))
+
+
+class OldForm(TitanLlama):
+    def transform(self, hidden, packing):
+        return TitanLlama.transform(self, hidden, SimpleNamespace(packing=packing))
+
+
+def test_every_stage_reads_columns_and_the_old_form_still_works():
+    def loss(llm_class, inputs, stages=False):
+        llm = ready(llm_class(titan_llama(**TITAN).args))
+        if not stages:
+            return llm(inputs).loss_sum
+        one, two = (llm.stage([name], first=not at, last=bool(at)) for at, name in enumerate(llm.blocks()))
+        return two(inputs, hidden=one(inputs)).loss_sum
+
+    inputs = with_columns([5, 9])
+    plain = replace(inputs, columns={"axes": inputs.packing.positions.expand(2, -1)})
+    whole = loss(OneAxis, inputs)
+    assert torch.equal(loss(OneAxis, inputs, stages=True), whole)
+    assert (loss(OneAxis, plain) - whole).abs() > 1e-3
+    assert torch.equal(loss(OneAxis, plain), loss(TitanLlama, inputs)) and torch.equal(
+        loss(OldForm, inputs), loss(TitanLlama, inputs)
+    )

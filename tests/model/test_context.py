@@ -26,7 +26,8 @@ def inputs_of(lengths: list[int]) -> SequenceInputs:
     total = sum(lengths)
     ids = torch.arange(total)
     labels = torch.where(ids % 3 == 0, IGNORE, ids + 1)
-    return SequenceInputs(ids, labels, Packing.of(np.array(lengths)))
+    columns = {"axes": torch.stack([ids, 2 * ids]), "deep": torch.randn(3, 2, total), "block": -ids}
+    return SequenceInputs(ids, labels, Packing.of(np.array(lengths)), columns=columns)
 
 
 def rows_of(rank: int, parts: int, total: int) -> np.ndarray:
@@ -113,12 +114,16 @@ def test_rows_keep_what_they_are(lengths: list[int]) -> None:
             (own.packing.sequence, whole.packing.sequence),
         ):
             assert found.tolist() == wanted[mine].tolist()
+        assert own.columns.keys() == whole.columns.keys()
+        for name, column in whole.columns.items():
+            assert torch.equal(own.columns[name], torch.stack([column[..., row] for row in mine.tolist()], dim=-1))
         assert own.labelled is not None and own.own_labels is not None
         found = own.ids[own.labelled].tolist()  # a row's number
         assert own.own_labels.tolist() == [numbers[labelled.tolist().index(row)] for row in found]
         assert (own.packing.rows, own.packing.longest) == (12, max(lengths))
         bad = np.arange(max(1, len(lengths) - 1)) == 0
         silent = own.silenced(bad)
+        assert silent.columns is own.columns
         assert (silent.labels == IGNORE)[own.packing.sequence == 0].all()
         kept = own.packing.sequence != 0
         assert silent.labels[kept].tolist() == own.labels[kept].tolist()
@@ -145,7 +150,7 @@ def test_what_are_no_sequences_is_refused() -> None:
     with pytest.raises(ModelError, match="cp=2 of a module that takes ModuleInputs: it is for SequenceInputs"):
         in_context(ModuleInputs(), 0, 2)
     whole = inputs_of([5, 3])
-    with pytest.raises(ModelError, match="module that takes Weighted: it is for SequenceInputs"):
+    with pytest.raises(ModelError, match="module that takes Weighted: it is for SequenceInputs, whose columns"):
         in_context(Weighted(whole.ids, whole.labels, whole.packing, weights=torch.ones(8)), 0, 2)
     with pytest.raises(ModelError, match="cp=2 of 7 rows leaves 3: give a multiple of 4"):
         in_context(inputs_of([4, 3]), 0, 2)
