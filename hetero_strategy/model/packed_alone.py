@@ -161,11 +161,12 @@ def _message(pair: Pair, where: str, found: str) -> str:
 
 
 def _both(inputs: ModuleInputs, pair: Pair) -> ModuleInputs:
-    """Return inputs of the two units. With context parallelism no rank has all tokens, so made-up ids replace them."""
+    """Return inputs of the two units; with context parallelism made-up ones, because no rank has all tokens."""
     if not isinstance(inputs, SequenceInputs) or inputs.packing.context is None:
         return inputs.only(pair.places)
     ids = torch.from_numpy(np.repeat(np.arange(len(pair.places)), pair.inner_rows))
-    return SequenceInputs(ids, torch.full_like(ids, IGNORE), Packing.of(pair.inner_rows))
+    columns = {name: column.new_zeros(*column.shape[:-1], len(ids)) for name, column in inputs.columns.items()}
+    return SequenceInputs(ids, torch.full_like(ids, IGNORE), Packing.of(pair.inner_rows), columns=columns)
 
 
 def _run(
@@ -212,7 +213,8 @@ def _filled_up(inputs: SequenceInputs, more: int) -> SequenceInputs:
     """Append alignment rows, as a plan does."""
     ids, labels = F.pad(inputs.ids, (0, more)), F.pad(inputs.labels, (0, more), value=IGNORE)
     packing = Packing.of(np.append(inputs.packing.lengths, more))
-    return replace(inputs, ids=ids, labels=labels, labelled=None, packing=packing)
+    columns = {name: F.pad(column, (0, more)) for name, column in inputs.columns.items()}
+    return replace(inputs, ids=ids, labels=labels, labelled=None, packing=packing, columns=columns)
 
 
 def _lying(lie: RowSharding, total: int, part: int) -> np.ndarray:
@@ -228,10 +230,19 @@ def _of_rows(stage: Adapter, pair: Pair, made: Sequence[Tensor | None]) -> float
     lengths = (pair.edge_rows if stage.last_stage else pair.inner_rows).tolist()
     if not sum(lengths) or any(rows is None or rows.ndim != 2 for rows in made):
         return 0.0
-    together, *others = (rows.double() for rows in made if rows is not None)
+    together, *others = (rows for rows in made if rows is not None)
     alone = torch.cat([rows[:length] for rows, length in zip(others, lengths, strict=True)])
-    size = alone.norm(dim=1).square().mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
-    return _number((together[: len(alone)] - alone).norm(dim=1).max() / size, size)
+    return row_difference(together[: len(alone)], alone)
+
+
+def row_difference(rows: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of a row, relative to the root mean square of the expected rows' norms.
+
+    It is infinite if only ``rows`` is not finite, and 0 if neither is.
+    """
+    rows, expected = rows.double(), expected.double()
+    size = expected.norm(dim=1).square().mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+    return _number((rows - expected).norm(dim=1).max() / size, size)
 
 
 def _of_losses(made: Sequence[Tensor | None]) -> float:

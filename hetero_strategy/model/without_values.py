@@ -17,9 +17,12 @@ _WITHOUT_VALUES: ContextVar[bool] = ContextVar("without_values", default=False)
 
 
 @contextmanager
-def models_without_values() -> Iterator[None]:
-    """Keep models that are built inside on the meta device; everything else built there gets its values as usual."""
-    token = _WITHOUT_VALUES.set(True)
+def models_without_values(without: bool = True) -> Iterator[None]:
+    """Keep models that are built inside on the meta device; everything else built there gets its values as usual.
+
+    ``without=False`` gives models their values even inside such a context.
+    """
+    token = _WITHOUT_VALUES.set(without)
     try:
         yield
     finally:

@@ -1,0 +1,153 @@
+"""Measure whether packed sequences of a language model stay apart, with made-up rows and without a reference.
+
+Forwards alone are compared: no gradient is needed, and a router that counts other sequences' rows shows, too, though no
+gradient tells.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hetero_strategy import ragged
+from hetero_strategy.layout.row_sharding import ContextSharding
+from hetero_strategy.model.causal_lm import CausalLM
+from hetero_strategy.model.context import Context, in_context
+from hetero_strategy.model.inputs import Packing, SequenceInputs
+from hetero_strategy.model.packed_alone import row_difference
+
+LENGTHS = np.array([5, 11, 1, 14, 1])
+CHANGED, FROM = 1, 6
+"""Sequence whose rows are changed, and its first row that is."""
+
+
+def packing_errors(module: CausalLM, ids: Tensor | None = None) -> dict[str, float]:
+    """Run a language model on five packed sequences and measure what should be 0 but for rounding.
+
+    Args:
+        module: whole module with values, in evaluation mode.
+        ids: token numbers int64 ``[32]`` below the vocabulary; default: drawn.
+
+    Returns:
+        Largest differences of a row, relative to the size of rows: ``others``: rows of other sequences if one sequence
+        changes; ``earlier``: rows of a sequence if its later rows change; ``alone``: rows of a sequence without the
+        others; ``context``: rows of two context-parallel ranks, if the module allows them. Infinite: not finite.
+    """
+    inputs = made_up(module, ids)
+    generator = torch.Generator().manual_seed(2)
+    rows, other = (torch.randn(len(inputs.ids), module.width, generator=generator) for _ in range(2))
+    starts = ragged.offsets(LENGTHS)
+    first, change, last = int(starts[CHANGED]), int(starts[CHANGED]) + FROM, int(starts[CHANGED + 1])
+    changed = rows.clone()
+    changed[change:last] = other[change:last]
+    with torch.no_grad():
+        packed, moved = (_rows(module, inputs, given) for given in (rows, changed))
+        elsewhere = [*range(first), *range(last, len(rows))]
+        alone = [
+            row_difference(packed[a:b], _rows(module, inputs.only(np.array([number])), rows[a:b]))
+            for number, (a, b) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True))
+        ]
+        errors = {
+            "others": row_difference(moved[elsewhere], packed[elsewhere]),
+            "earlier": row_difference(moved[first:change], packed[first:change]),
+            "alone": max(alone),
+        }
+        if module.context_parallel:
+            errors["context"] = row_difference(_in_two_parts(module, inputs, rows), packed)
+    return errors
+
+
+def made_up(module: CausalLM, ids: Tensor | None = None) -> SequenceInputs:
+    """Return packed sequences of drawn tokens, each of which is a label."""
+    if ids is None:
+        high = module.vocab_size or 2
+        ids = torch.randint(0, high, (int(LENGTHS.sum()),), generator=torch.Generator().manual_seed(1))
+    return SequenceInputs(ids, ids.clone(), Packing.of(LENGTHS))
+
+
+def _rows(module: CausalLM, inputs: SequenceInputs, rows: Tensor) -> Tensor:
+    """Return rows after the last block, made from these rows ``[T, width]`` in place of embedded tokens."""
+    slots: dict[Hashable, Tensor] = {"rows": torch.arange(len(rows))}
+    dtype = next(p.dtype for p in module.parameters())
+    output: Any = module(replace(inputs, slots=slots), {"rows": rows.to(dtype)})
+    return output.hidden
+
+
+def _in_two_parts(module: CausalLM, inputs: SequenceInputs, rows: Tensor) -> Tensor:
+    """Run two context-parallel ranks as threads, which hand each other their keys."""
+    meeting, total = _Meeting(2), len(rows)
+    lies = ContextSharding(2, 2)
+    found: list[Tensor | BaseException] = [torch.empty(0)] * 2
+
+    def rank(number: int) -> None:
+        part = in_context(inputs, number, 2)
+        context = part.packing.context
+        assert context is not None
+        joined = _Together(**{field.name: getattr(context, field.name) for field in fields(context)})
+        joined.meeting = meeting
+        part = replace(part, packing=replace(part.packing, context=joined))
+        own = rows[np.r_[lies.chunks(total, number)]]
+        try:
+            with torch.no_grad(), torch.device("cpu"):  # both belong to a thread
+                found[number] = _rows(module, part, own)
+            meeting.leave(number)
+        except BaseException as error:
+            found[number] = error
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [one for one in found if isinstance(one, BaseException)]
+    if errors:
+        raise next((one for one in errors if not isinstance(one, threading.BrokenBarrierError)), errors[0])
+    whole = torch.empty_like(rows)
+    for number, one in enumerate(found):
+        assert isinstance(one, Tensor)
+        whole[np.r_[lies.chunks(total, number)]] = one.to(whole.dtype)
+    return whole
+
+
+class _Meeting:
+    """A place where ranks in threads exchange tensors. None waits by the clock, for a busy machine changes nothing."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks)
+        self.tensors: list[Tensor | None] = [None] * ranks
+
+    def exchange(self, rank: int, tensor: Tensor, join: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        self.tensors[rank] = tensor
+        self.barrier.wait()
+        tensors = [each for each in self.tensors if each is not None]
+        self.barrier.wait()  # until all have read, none may write again
+        self._require(len(tensors) == len(self.tensors))
+        return join(tensors)
+
+    def leave(self, rank: int) -> None:
+        """Wait until all ranks leave."""
+        self.tensors[rank] = None
+        self.barrier.wait()
+        self._require(all(tensor is None for tensor in self.tensors))
+
+    def _require(self, alike: bool) -> None:
+        if not alike:
+            raise RuntimeError("one context-parallel rank gathers more often than the other")
+
+
+class _Together(Context):
+    """A context whose ranks are threads."""
+
+    meeting: _Meeting
+
+    @override
+    def gather(self, rows: Tensor) -> Tensor:
+        return self.meeting.exchange(self.rank, rows, torch.cat)
