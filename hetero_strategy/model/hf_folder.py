@@ -22,6 +22,26 @@ EXTRA = "extra.safetensors"
 PROCESSOR = "preprocessor_config.json"
 """File of a folder with settings of its files' processor."""
 
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+"""Dtypes by their names in safetensors."""
+
 Selection = Mapping[int, Tensor]
 """Part of a tensor: dimension -> int64 indices along it, in the order wanted. Missing dimensions are whole."""
 
@@ -38,18 +58,16 @@ class HFWeights:
     """A map between the parameters of a module and a Hugging Face folder."""
 
     names: Mapping[str, str]
-    """FQN of each parameter -> its name in a folder of this module alone."""
+    """FQN of each parameter and persistent buffer -> its name in a transformers model of this module alone."""
     config: Mapping[str, Any]
     """Content of config.json."""
     paired_heads: Mapping[str, int] = field(default_factory=dict)
     """FQN -> heads of projections whose rotary embedding turns neighbouring rows. Hugging Face's embedding turns
     halves, so its folders have another order of rows: :func:`pairs_to_halves`."""
-    prefixes: tuple[str, ...] = ("",)
-    """Prefixes that names may have in a folder with more than this module."""
+    model_class: type | None = None
+    """transformers class of the names. A folder's own class has precedence, and there names may have a prefix."""
     ignored: tuple[str, ...] = ()
-    """Globs of names in such a folder that this module leaves out on purpose."""
-    tied: tuple[str, str] | None = None
-    """Names of an embedding and of the head that is the same tensor; a folder may have one or both."""
+    """Globs of names in such a folder that this module leaves out on purpose, beside those of transformers' class."""
     processor: Mapping[str, Any] | None = None
     """Settings of the weights' folder in :data:`PROCESSOR` that are used here."""
 
@@ -139,12 +157,22 @@ class TensorFolder(SafetensorFiles):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading it."""
+        return tuple(self._slice(name).get_shape())
+
+    def _slice(self, name: str) -> Any:
         from safetensors import SafetensorError
 
         try:
-            return tuple(self._file(self._files[name]).get_slice(name).get_shape())
+            return self._file(self._files[name]).get_slice(name)
         except SafetensorError as fault:
             raise ModelError(f"{self.folder / self._files[name]} lacks {name!r}, against its index: {fault}") from None
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor without reading it."""
+        dtype = self._slice(name).get_dtype()
+        if dtype not in DTYPES:
+            raise ModelError(f"{name} in {self.folder} is {dtype}, which torch does not have: save it in bfloat16")
+        return DTYPES[dtype]
 
     def read(self, name: str, selection: Selection) -> Tensor:
         """Read only the selected part of one tensor, to the CPU.

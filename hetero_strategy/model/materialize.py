@@ -11,7 +11,6 @@ import copy
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -19,13 +18,14 @@ from torch import Tensor, nn
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.model.hf_folder import EXTRA, HFWeights, Selection, TensorFolder, halves_to_pairs, select
+from hetero_strategy.model.hf_folder import Selection, TensorFolder, select
+from hetero_strategy.model.hf_sources import match
+from hetero_strategy.model.unread import Unread
 
 CHANGED = (
     "module '{name}': {fqn} was added or given another shape after its model was made, so nothing gives it values;"
     " change the module before MultimodalModel(...) is given it"
 )
-UNLIKE = "config.json and weights do not belong together"
 
 
 def initial_units(
@@ -46,8 +46,10 @@ def initial_units(
     dtypes = {fqn: tensor.dtype for fqn, tensor in _tensors(adapter.meta_copy())}
     parameters = {fqn for fqn, _ in adapter.meta_copy().named_parameters()}
     with folder or nullcontext():
-        weights = adapter.hf_weights() if folder else None
-        sources = _match(name, adapter, weights, folder) if folder else {}
+        sources: dict[str, Unread] = {}
+        if folder is not None:
+            shapes = {fqn: tensor.shape for fqn, tensor in _tensors(adapter.meta_copy())}
+            sources = match(name, adapter.hf_weights(), folder, shapes)
         for prefix, fqns in unit_tensors(adapter).items():
             parts = {fqn: {} if wanted is None else wanted[fqn] for fqn in fqns if wanted is None or fqn in wanted}
             if any(fqn not in sources for fqn in parts):
@@ -60,11 +62,7 @@ def initial_units(
                 yield from ((fqn, select(value, parts[fqn])) for fqn, value in values)
             for fqn, part in parts.items():
                 if fqn in sources:
-                    assert folder is not None and weights is not None
-                    if (heads := weights.paired_heads.get(fqn)) is not None:
-                        rows = halves_to_pairs(torch.arange(folder.shape(sources[fqn])[0]), heads)
-                        part = {**part, 0: select(rows, {0: part[0]} if 0 in part else {})}
-                    yield fqn, folder.read(sources[fqn], part).to(dtypes[fqn])
+                    yield fqn, sources[fqn].read(part).to(dtypes[fqn])
 
 
 def materialize(module: nn.Module, seed: int, *, name: str = "", device: torch.device | None = None) -> None:
@@ -140,59 +138,6 @@ def _initialized(
                 "pass a module with values"
             )
         yield fqn, value.to(dtypes[fqn])
-
-
-def _match(name: str, adapter: Adapter, weights: HFWeights | None, tensors: TensorFolder) -> dict[str, str]:
-    """Return our FQN -> name in the folder, after checking that names and shapes fit."""
-    if weights is None:
-        raise ModelError(f"{name}: {type(adapter).__name__} cannot be loaded from a Hugging Face folder")
-    present, names = tensors.names(), weights.names
-    prefix = max(weights.prefixes, key=lambda start: sum(start + theirs in present for theirs in names.values()))
-    sources = {fqn: prefix + theirs for fqn, theirs in names.items()}
-    tied = tuple(prefix + theirs for theirs in weights.tied or ())
-    if tied:
-        embedding = _embedding(name, tensors, *tied)
-        sources = {fqn: embedding if theirs == tied[0] else theirs for fqn, theirs in sources.items()}
-    if missing := [theirs for theirs in sources.values() if theirs not in present]:
-        raise ModelError(f"{name}: {tensors.folder} lacks {len(missing)} tensors, such as {sorted(missing)[:3]}")
-    extra = sorted(present - set(sources.values()) - set(tied))
-    if unexpected := [theirs for theirs in extra if not any(fnmatchcase(theirs, glob) for glob in weights.ignored)]:
-        raise ModelError(
-            f"{name}: {tensors.folder} holds {len(unexpected)} tensors this model has no place for, such as "
-            f"{unexpected[:3]}"
-        )
-    shapes = {fqn: tuple(tensor.shape) for fqn, tensor in _tensors(adapter.meta_copy())}
-    if odd := sorted(tensors.own - (shapes.keys() - sources.keys())):
-        raise ModelError(
-            f"{name}: {tensors.folder / EXTRA} holds {len(odd)} tensors that this module lacks beside its Hugging"
-            f" Face weights, such as {odd[:3]}: make the module that was exported, or take the file away"
-        )
-    sources |= {fqn: fqn for fqn in tensors.own}
-    for fqn, theirs in sources.items():
-        if tensors.shape(theirs) != shapes[fqn]:
-            raise ModelError(
-                f"{name}: {theirs} in {tensors.folder} has shape {tensors.shape(theirs)}, the model has {shapes[fqn]}: "
-                + (f"take {EXTRA} away to train it anew" if theirs in tensors.own else UNLIKE)
-            )
-    return sources
-
-
-def _embedding(name: str, tensors: TensorFolder, embedding: str, head: str) -> str:
-    """Return the name under which to read an embedding that is also the head.
-
-    Raises:
-        ModelError: both tensors exist and differ. Some rows suffice: a training step changes all rows of a head.
-    """
-    if not {embedding, head} <= tensors.names():
-        return head if head in tensors.names() else embedding
-    one, other = tensors.shape(embedding), tensors.shape(head)
-    some = {0: torch.linspace(0, one[0] - 1, min(one[0], 64)).long()}
-    if one != other or not torch.equal(tensors.read(embedding, some), tensors.read(head, some)):
-        raise ModelError(
-            f"{name}: config.json in {tensors.folder} has tie_word_embeddings=true, but {embedding} and {head} are not"
-            " the same; set it to false there"
-        )
-    return embedding
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
