@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from hetero_strategy.model.hf_folder import HFWeights
 from hetero_strategy.model.inputs import RawRows
 from hetero_strategy.model.kind import Media, ModuleKind
 from hetero_strategy.model.random_numbers import RandomNumbers, separate_columns
+from hetero_strategy.model.tensor_parallel import by_part, plan_faults
 from hetero_strategy.model.without_values import on_meta
 
 NO_ROWS: Mapping[Hashable, Tensor] = MappingProxyType({})
@@ -51,6 +52,11 @@ class Adapter(nn.Module):
     """FQNs of the parts that run before the blocks; :meth:`prune` sets them to None."""
     after_blocks: tuple[str, ...] = ()
     """FQNs of the parts that run after the blocks; :meth:`prune` sets them to None."""
+    first_blocks: int = 1
+    """Number of blocks that the first pipeline stage has at least, because they take rows of other modules."""
+    runs_vary: bool = False
+    """Whether its blocks run more than once in some microbatches, such as once for each size. Ranks that gather
+    weights for each run would wait for each other, so these are gathered once per step."""
     tp_columns: tuple[str, ...] = ()
     """Names in a block of linear maps whose outputs tensor parallelism splits; empty: no tensor parallelism."""
     tp_rows: tuple[str, ...] = ()
@@ -227,16 +233,16 @@ class Adapter(nn.Module):
         divide, and faults of :meth:`check_tp`; empty if it can.
         """
         faults = self.check_tp(tp)  # zoo modules report the same of their heads
-        return faults or _plan_faults(self, tp)
+        return faults or plan_faults(self, [*self.blocks()], self.tp_plan() or {}, tp)
 
     def apply_tp(self, mesh: DeviceMesh) -> None:
         """Shard this module over a one-dimensional tensor-parallel mesh."""
         plan = self.tp_plan()
-        if plan is None:
-            raise ModelError(f"{type(self).__name__} has no tensor-parallel plan: set tp=1 for it (tp={mesh.size()})")
         if faults := self.check_tp(mesh.size()):
             raise ModelError(f"{type(self).__name__}: {'; '.join(faults)}")
-        parallelize_module(self, mesh, self.tp_styles(plan))
+        if plan is None:
+            raise ModelError(f"{type(self).__name__} has no tensor-parallel plan: set tp=1 for it (tp={mesh.size()})")
+        parallelize_module(self, mesh, by_part(self.tp_styles(plan), self))
         if self.random_numbers is not None:
             separate_columns(self, plan, self.random_numbers)
         self.after_tp(mesh.size())
@@ -272,6 +278,19 @@ class Adapter(nn.Module):
 
     # ---- cost ------------------------------------------------------------------------------------------------------
 
+    example_unit: int = 16
+    """The lengths of :meth:`example` are multiples of it."""
+
+    def example(self, lengths: np.ndarray) -> Any:
+        """Make inputs with units of these lengths, int64 ``[n]``, whose values do not matter, for measurements of time
+        and memory; None: the module's inputs are unknown. With ``slots`` they need rows of other modules.
+        """
+        return None
+
+    def measured(self) -> AbstractContextManager[Any]:
+        """Return a context in which blocks run on tensors without values, and keep the memory that they keep else."""
+        return nullcontext()
+
     def flops(self, packing_lengths: np.ndarray) -> float:
         """Count the forward FLOPs of sequences of these lengths: two per multiply-add in matmuls and attention."""
         before, blocks, after = self.part_flops(packing_lengths)
@@ -290,8 +309,14 @@ class Adapter(nn.Module):
     @functools.cached_property
     def _linear_flops(self) -> tuple[int, np.ndarray]:
         """Return :func:`linear_flops` of a meta copy and of each of its blocks, counted once."""
-        blocks = [linear_flops(block) for block in self.blocks().values()]
-        return linear_flops(self), np.array(blocks, dtype=np.float64)
+        blocks = [linear_flops(block, self.used_share) for block in self.blocks().values()]
+        return linear_flops(self, self.used_share), np.array(blocks, dtype=np.float64)
+
+    def used_share(self, layer: nn.Module, name: str) -> float:
+        """Return the share of a layer's parameter that a matmul multiplies each row by: 1 for the weight of a linear
+        map, experts of a row over all experts for a stack of their weights, 0 for other parameters.
+        """
+        return linear_share(layer, name)
 
     def stage_flops(self, packing_lengths: np.ndarray, split: Sequence[int]) -> np.ndarray:
         """Return the :meth:`flops` of each stage, float64 ``[stages]``; ``split`` is the number of blocks of each."""
@@ -363,9 +388,15 @@ def initialize_plain(unit: nn.Module) -> None:
             reset()
 
 
-def linear_flops(module: nn.Module) -> int:
-    """Count the FLOPs per row of all linear maps inside ``module``."""
-    return sum(2 * linear.weight.numel() for linear in module.modules() if isinstance(linear, nn.Linear))
+def linear_share(layer: nn.Module, name: str) -> float:
+    """Return :meth:`Adapter.used_share` of modules without experts."""
+    return float(name == "weight" and isinstance(layer, nn.Linear))
+
+
+def linear_flops(module: nn.Module, share: Callable[[nn.Module, str], float] = linear_share) -> int:
+    """Count the FLOPs per row of all matmuls with parameters of ``module``; ``share``: :meth:`Adapter.used_share`."""
+    named = ((layer, *pair) for layer in module.modules() for pair in layer.named_parameters(recurse=False))
+    return int(sum(2 * weight.numel() * share(layer, name) for layer, name, weight in named))
 
 
 def block_linear_flops(module: Adapter) -> np.ndarray:
@@ -376,37 +407,3 @@ def block_linear_flops(module: Adapter) -> np.ndarray:
 def divisible(tp: int, **sizes: int) -> list[str]:
     """Return a fault for each size that ``tp`` does not divide."""
     return [f"{name.replace('_', ' ')} {size} not divisible by tp {tp}" for name, size in sizes.items() if size % tp]
-
-
-def _plan_faults(module: Adapter, tp: int) -> list[str]:
-    """Return parts that a tensor-parallel plan names and the module lacks, and layers of blocks that do not divide."""
-    blocks, parts = module.blocks(), dict(module.named_modules())
-    linear = {
-        fqn.removeprefix(f"{block}."): part
-        for block in blocks
-        for fqn, part in parts.items()
-        if fqn.startswith(f"{block}.") and isinstance(part, nn.Linear)
-    }
-    faults = []
-    for pattern, style in (module.tp_plan() or {}).items():
-        named = [fqn for fqn in parts if fnmatchcase(fqn, pattern)]
-        cut = [fqn for fqn in named if type(style) in (ColwiseParallel, RowwiseParallel)]
-        cut = [fqn for fqn in cut if fqn.count(".") == pattern.count(".")]  # torch's matching
-        if other := [fqn for fqn in cut if not isinstance(parts[fqn], (nn.Linear, nn.Embedding))]:
-            faults.append(
-                f"tp={tp}, but {other[0]} is a {type(parts[other[0]]).__name__} and no nn.Linear or nn.Embedding, which"
-                " alone can be split so; name the linear layers in it in tp_columns and tp_rows, or set tp=1"
-            )
-        if not named:
-            faults.append(
-                f"tp={tp}, but it has no part {pattern}, which tp_columns, tp_rows or tp_plan() names; the linear"
-                f" layers of its blocks are {', '.join(linear) or 'none'}"
-            )
-        for name, layer in linear.items():
-            if not any(fnmatchcase(f"{block}.{name}", pattern) for block in blocks):
-                continue
-            if isinstance(style, ColwiseParallel) and layer.out_features % tp:
-                faults.append(f"{layer.out_features} outputs of {name} not divisible by tp {tp}")
-            if isinstance(style, RowwiseParallel) and layer.in_features % tp:
-                faults.append(f"{layer.in_features} inputs of {name} not divisible by tp {tp}")
-    return faults

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from typing_extensions import override
 from hetero_strategy.errors import DataError, check_sizes
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, initialize_plain, linear_flops, previous_rows
 from hetero_strategy.model.hf_folder import HFWeights
-from hetero_strategy.model.inputs import EncoderInputs, Packing
+from hetero_strategy.model.inputs import EncoderInputs, ImagePatches, MelFrames, Packing
 from hetero_strategy.model.kind import InstanceUnits, ModuleKind, Processor
 
 
@@ -39,6 +40,9 @@ class Projector(nn.Module):
 
 class Backbone(Adapter):
     """A base of transformer backbones, which turn :class:`EncoderInputs` into rows ``[sum(rows), width]``."""
+
+    prepare: Callable[[EncoderInputs], EncoderInputs] | None = None
+    """Function that a loader applies to inputs, to add tensors that follow from their sizes; it is pickled."""
 
     def embed(self, inputs: EncoderInputs) -> Tensor:
         """Turn raw values into rows ``[sum(packing), hidden_width]``."""
@@ -64,6 +68,18 @@ class Backbone(Adapter):
         """Return the number of output rows of items whose transformer rows are ``packing_lengths``."""
         return int(np.sum(packing_lengths))
 
+    @property
+    @override
+    def example_unit(self) -> int:  # type: ignore[override]
+        return self.processor.example_unit if isinstance(self.processor, ImagePatches | MelFrames) else 16
+
+    @override
+    def example(self, lengths: np.ndarray) -> EncoderInputs | None:
+        if not isinstance(self.processor, ImagePatches | MelFrames):
+            return None
+        sizes, shape = self.processor.example(lengths)
+        return EncoderInputs(torch.empty(shape), sizes, self.output_rows(sizes), Packing.of(lengths))
+
     @override
     def forward(self, inputs: EncoderInputs, hidden: Tensor | None = None) -> Tensor:
         """Run this stage, from the inputs' values or from the previous stage's rows."""
@@ -78,8 +94,15 @@ class EncoderKind(ModuleKind):
     name = "Encoder"
     has_loss = False
 
+    def __init__(self, prepare: Callable[[EncoderInputs], EncoderInputs] | None = None) -> None:
+        self._prepare = prepare
+
     @override
     def inputs(self, units: InstanceUnits) -> EncoderInputs:
+        inputs = self._of_units(units)
+        return inputs if self._prepare is None else self._prepare(inputs)
+
+    def _of_units(self, units: InstanceUnits) -> EncoderInputs:
         items, processor = units.content.items(units.module, units.numbers), units.processor
         if not units.first:
             empty = torch.zeros(0, processor.feature, dtype=torch.float32)
@@ -120,11 +143,13 @@ class Encoder(Adapter):
         super().__init__()
         self.backbone = backbone if isinstance(backbone, nn.Module) else backbone()
         self.projector = projector if isinstance(projector, nn.Module) else projector()
+        if isinstance(self.backbone, Backbone) and self.backbone.prepare is not None:
+            self.kind = EncoderKind(self.backbone.prepare)
         self.before = before
         self.after = after
         self.width = width if width is not None else _out_width(self.projector)
         self.hidden_width = self.backbone.hidden_width if isinstance(self.backbone, Backbone) else self.width
-        self.checkpoint = self._adapter.checkpoint
+        self.checkpoint, self.runs_vary = self._adapter.checkpoint, self._adapter.runs_vary
         self.max_item_rows = self._adapter.max_item_rows
         self.processor = self._adapter.processor if processor is None else processor
 
@@ -232,9 +257,33 @@ class Encoder(Adapter):
                 initialize_plain(part)
 
     @override
+    def meta_copy(self) -> Adapter:
+        if isinstance(self.backbone, Backbone) and "_meta_copy" not in self.__dict__:
+            self.backbone.meta_copy()  # its own, for its rules: later it has shards
+            self.backbone.release_initial_values()  # the encoder keeps them
+        return super().meta_copy()
+
+    @override
     def hf_weights(self) -> HFWeights | None:
         weights = self._adapter.hf_weights()
         return None if weights is None else weights.below("backbone.")
+
+    @property
+    @override
+    def example_unit(self) -> int:  # type: ignore[override]
+        return self._adapter.example_unit
+
+    @override
+    def example(self, lengths: np.ndarray) -> Any:
+        return self._adapter.example(lengths)
+
+    @override
+    def measured(self) -> AbstractContextManager[Any]:
+        return self._adapter.measured()
+
+    @override
+    def used_share(self, layer: nn.Module, name: str) -> float:
+        return self._adapter.used_share(layer, name)
 
     @override
     def flops_by_part(self, packing_lengths: np.ndarray) -> dict[str, float]:

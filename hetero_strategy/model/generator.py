@@ -6,7 +6,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -173,6 +173,14 @@ class Generator(Adapter):
     @abstractmethod
     def draw(self, inputs: GeneratorInputs, conditions: Tensor, index: Tensor) -> Tensor:
         """Draw target rows ``[R, feature]`` from the inputs' noise and the conditions, without reading the values."""
+
+    @override
+    def example(self, lengths: np.ndarray) -> GeneratorInputs:
+        packing, values = Packing.of(lengths), torch.empty(int(lengths.sum()) - len(lengths), self.feature)
+        ones = np.ones_like(lengths)
+        sizes = np.stack([ones, lengths - 1], axis=1)
+        slots: dict[Any, Tensor] = {"": packing.offsets[:-1].to(torch.int64)}
+        return GeneratorInputs(values, values.clone(), torch.empty(len(lengths)), sizes, ones, packing, slots=slots)
 
     @override
     def forward(

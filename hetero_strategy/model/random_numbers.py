@@ -19,15 +19,15 @@ import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.utils.hooks import RemovableHandle
+
+from hetero_strategy.model.tensor_parallel import Plan, begins_columns, ends_columns, style_of
 
 
 class RandomNumbers:
@@ -249,13 +249,13 @@ def _seed(numbers: RandomNumbers, position: int, *_: Any) -> None:
     numbers.seed(position)
 
 
-def separate_columns(module: nn.Module, plan: Mapping[str, ParallelStyle], numbers: RandomNumbers) -> None:
+def separate_columns(module: nn.Module, plan: Plan, numbers: RandomNumbers) -> None:
     """Give each rank its own random numbers between a columnwise and the next rowwise layer, like its columns."""
     for fqn, part in module.named_modules():
-        style = next((style for pattern, style in plan.items() if fnmatchcase(fqn, pattern)), None)
-        if isinstance(style, ColwiseParallel):
+        style = style_of(plan, fqn)
+        if begins_columns(style):
             part.register_forward_hook(partial(_part, numbers, fqn))
-        elif isinstance(style, RowwiseParallel):
+        elif ends_columns(style):
             part.register_forward_pre_hook(partial(_join, numbers))
 
 

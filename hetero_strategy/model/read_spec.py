@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Float64, Int64
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.adapter import Adapter, linear_share
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.model.spec import LARGEST_TP, ModelSpec, ModuleSpec
+from hetero_strategy.model.tensor_parallel import divided_along, style_of
 
+Share = Callable[[nn.Module, str], float]
 RESIDUAL_MOVES = 4
 """Times that a block's two residual sums read or write a row of its width."""
 LOSS_MOVES = 7
@@ -47,7 +47,7 @@ def spec_of_module(module: Adapter) -> ModuleSpec:
         per_pair=per_pair,
         parameters=np.array([sum(p.numel() for p in s.parameters()) for s in stages], np.int64),
         trained=np.array([sum(p.numel() for p in s.parameters() if p.requires_grad) for s in stages], np.int64),
-        trained_share=np.array([trained_share(s) for s in stages]),
+        trained_share=np.array([trained_share(s, module.used_share) for s in stages]),
         has_blocks=bool(blocks),
         width=int(module.hidden_width if blocks else module.width),
         edge_width=int(module.width),
@@ -56,13 +56,15 @@ def spec_of_module(module: Adapter) -> ModuleSpec:
         samplewise=module.kind.samplewise,
         moved=_moved(module, stages, [*module.blocks().values()]),
         stored=stored,
-        kept=_kept([*module.blocks().values()][-1:], int(module.hidden_width if blocks else module.width)),
+        kept=_kept(module, [*module.blocks().values()][-1:], int(module.hidden_width if blocks else module.width)),
         largest=np.array([max((p.numel() for p in s.parameters() if p.requires_grad), default=0) for s in stages]),
         buffers=max(sum(b.nbytes for b in s.buffers()) for s in stages),
         cuttable=module.can_be_cut and not in_no_stage(module),
         tied=tied,
         twice=(stored.sum(axis=0) - whole) * tied,
         tp_compiles=module.tp_compiles,
+        first_blocks=module.first_blocks,
+        runs_vary=module.runs_vary,
         keys=module.context_width * (module.context_parallel and getattr(module, "before", None) is None),
     )
 
@@ -77,16 +79,17 @@ def flops_by_length(
     return (short - per_pair * a * a) / a, per_pair
 
 
-def trained_share(stage: nn.Module) -> float:
-    """Return the share of a stage's matmul weights that train: a frozen block may share a stage with a trained
+def trained_share(stage: nn.Module, share: Share = linear_share) -> float:
+    """Return the share of a stage's matmuls whose weights train: a frozen block may share a stage with a trained
     projector.
 
-    Matmul weights are all matrices except those of embeddings, also of convolutions and experts.
+    Matmul weights are all matrices except those of embeddings, also of convolutions; ``share``:
+    :meth:`Adapter.used_share`.
     """
     layers = (layer for layer in stage.modules() if not isinstance(layer, nn.Embedding))
-    weights = [w for layer in layers for w in layer.parameters(recurse=False) if w.dim() > 1]
-    trained = sum(w.numel() for w in weights if w.requires_grad)
-    return trained / max(1, sum(w.numel() for w in weights))
+    named = ((layer, *pair) for layer in layers for pair in layer.named_parameters(recurse=False))
+    used = [(w.numel() * (share(layer, n) or 1.0), w.requires_grad) for layer, n, w in named if w.dim() > 1]
+    return sum(n for n, trains in used if trains) / max(1, sum(n for n, _ in used))
 
 
 def in_no_stage(module: Adapter) -> list[str]:
@@ -96,11 +99,12 @@ def in_no_stage(module: Adapter) -> list[str]:
     return [fqn for fqn, _ in module.named_parameters(remove_duplicate=False) if not f"{fqn}.".startswith(known)]
 
 
-def _kept(blocks: Sequence[nn.Module], width: int) -> Float64[np.ndarray, "kinds=3"]:
+def _kept(module: Adapter, blocks: Sequence[nn.Module], width: int) -> Float64[np.ndarray, "kinds=3"]:
     """Count the numbers that a block keeps, by the kinds of :data:`KEPT`. Inside columns: for every matmul the wider of
     its input and output, and the product of a gate. Between columns: the block's rows, which its norms make in fp32
-    (``RMSNorm``) or not (``LayerNorm``). Whole: inputs of its two columns. Within 2% of what ``profiling.activations``
-    measures of a SigLIP and a Llama; zeros if there are no blocks or other layers.
+    (``RMSNorm``) or not (``LayerNorm``). Whole: inputs of its two columns. Experts count as often as a row visits one.
+    Within 2% of what ``profiling.activations`` measures of a SigLIP and a Llama; zeros if there are no blocks or other
+    layers.
     """
     linears = [m for block in blocks for m in block.modules() if isinstance(m, nn.Linear)]
     if not linears:
@@ -108,15 +112,25 @@ def _kept(blocks: Sequence[nn.Module], width: int) -> Float64[np.ndarray, "kinds
     widest = max(m.out_features for m in linears)
     gates = [m for m in linears if m.out_features == widest > m.in_features][1:]
     norms = [type(m).__name__ for block in blocks for m in block.modules() if type(m).__name__.endswith("Norm")]
-    inside = sum(max(m.in_features, m.out_features) for m in linears) + sum(m.out_features for m in gates)
+    inside: float = sum(max(m.in_features, m.out_features) for m in linears) + sum(m.out_features for m in gates)
+    inside += sum(sum(sizes) * visits for block in blocks for *sizes, visits in _experts(module, block))
     between = sum(width * (4 if "RMS" in name else 1) for name in norms)
     return np.array([inside, between, 2 * width], np.float64)
+
+
+def _experts(module: Adapter, part: nn.Module) -> Iterator[tuple[int, int, float]]:
+    """Yield sizes of the matrices in a part's stacks of experts, and how many of a stack a row visits."""
+    for layer in part.modules():
+        for name, weight in layer.named_parameters(recurse=False):
+            if weight.dim() == 3 and (share := module.used_share(layer, name)):
+                yield weight.shape[1], weight.shape[2], share * len(weight)
 
 
 def _moved(module: Adapter, stages: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> Float64[np.ndarray, "stages"]:
     """Count the numbers moved between matmuls: each reads the first one's rows and writes the second one's, once."""
     linears = [[m for m in stage.modules() if isinstance(m, nn.Linear)] for stage in stages]
     moved = np.array([sum(m.in_features + m.out_features for m in layers) for layers in linears], np.float64)
+    moved += [sum((a + b) * visits for a, b, visits in _experts(module, stage)) for stage in stages]
     if blocks:
         moved += RESIDUAL_MOVES * module.hidden_width
     if module.kind.samplewise and linears[-1]:
@@ -131,8 +145,7 @@ def _stored(stage: Adapter, module: Adapter) -> Int64[np.ndarray, "units=2 train
     blocks = tuple(f"{fqn}." for fqn in stage.blocks())
     for fqn, parameter in stage.named_parameters():
         layer, _, kind = fqn.rpartition(".")
-        style = next((style for pattern, style in (plan or {}).items() if fnmatchcase(layer, pattern)), None)
-        divided = isinstance(style, ColwiseParallel) or (isinstance(style, RowwiseParallel) and kind == "weight")
+        divided = divided_along(style_of(plan or {}, layer), stage.get_submodule(layer), kind) is not None
         if plan == {}:  # a plan of the module's own, which divides all matrices
             divided = parameter.dim() > 1
         counts[int(not fqn.startswith(blocks)), int(parameter.requires_grad), int(divided)] += parameter.numel()

@@ -69,6 +69,10 @@ class ModuleSpec:
     """Whether torch's compiler handles its tensor-parallel layers."""
     kept: Float64[np.ndarray, "kinds=3"] = field(default_factory=lambda: np.zeros(3))
     """Numbers per row that a block keeps for its backward, by the kinds of :data:`KEPT`; zeros: use :data:`KEPT`."""
+    first_blocks: int = 1
+    """Number of blocks that the first stage has at least."""
+    runs_vary: bool = False
+    """Whether its blocks run more than once in some microbatches, see :attr:`Adapter.runs_vary`."""
     keys: int = 0
     """Numbers per row that a block gathers over context-parallel ranks, see :attr:`Adapter.context_width`."""
 
@@ -79,7 +83,7 @@ class ModuleSpec:
     @property
     def most_stages(self) -> int:
         """Return the most stages into which the module can be cut."""
-        return self.blocks if self.has_blocks and self.cuttable else 1
+        return self.blocks - self.first_blocks + 1 if self.has_blocks and self.cuttable else 1
 
     def row_sharding(self, layout: ModuleLayout) -> RowSharding:
         """Return the split of an instance's rows over its ranks in a layout."""

@@ -132,8 +132,8 @@ class VocabularyParallel(RowwiseParallel):
     @override
     def _partition_embedding_fn(self, name: str, module: nn.Embedding, device_mesh: DeviceMesh) -> None:
         super()._partition_embedding_fn(name, module, device_mesh)
-        if type(module) is nn.Embedding and module.num_embeddings % device_mesh.size() == 0:
-            module.__class__ = _OwnTokens
+        if module.num_embeddings % device_mesh.size() == 0:
+            module.__class__ = _own_tokens(type(module))  # type: ignore[arg-type]
 
 
 class _OwnTokens(nn.Embedding):
@@ -150,3 +150,9 @@ class _OwnTokens(nn.Embedding):
         here = padding if 0 <= padding < len(part) else None
         rows = F.embedding(own.masked_fill_(elsewhere, 0), part, here).masked_fill_(elsewhere[..., None], 0)
         return DTensor.from_local(rows, mesh, (Partial(),), run_check=False)
+
+
+@functools.cache
+def _own_tokens(kind: type[nn.Embedding]) -> type[nn.Embedding]:
+    """Return a class whose ``nn.Embedding.forward`` is that of :class:`_OwnTokens`; some embeddings scale its rows."""
+    return _OwnTokens if kind is nn.Embedding else type(kind.__name__, (kind, _OwnTokens), {})

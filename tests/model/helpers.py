@@ -53,7 +53,7 @@ def reads():
 
     class Slice:
         def __init__(self, whole):
-            self.whole, self.get_shape = whole, whole.get_shape
+            self.whole, self.get_shape, self.get_dtype = whole, whole.get_shape, whole.get_dtype
 
         def __getitem__(self, at):
             return noted(self.whole[at])

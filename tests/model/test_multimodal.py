@@ -75,7 +75,7 @@ def by_hand(model, data, language_model="llm"):
                     if start <= place < start + length:
                         hidden[place - start] = row
             alone = tokens([length])
-            logits = llm.head(llm.transform(torch.stack(hidden), alone.packing))
+            logits = llm.head(llm.transform(torch.stack(hidden), alone))
             labels = given.labels[start : start + length]
             total = total + F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
             predicted[unit] = logits.argmax(-1)[labels != -100], labels[labels != -100]
