@@ -23,7 +23,7 @@ _NEVER = 2**61
 """More than the square of all work; twice it still fits int64."""
 
 
-def split(costs: Sequence[float] | Float[np.ndarray, "layers"], stages: int) -> tuple[int, ...]:
+def split(costs: Sequence[float] | Float[np.ndarray, "layers"], stages: int, first: int = 1) -> tuple[int, ...]:
     """Return the number of layers of each stage such that the largest stage costs least.
 
     Among such splits the one with the smallest sum of squared stage costs is taken, and among these one with short
@@ -32,28 +32,37 @@ def split(costs: Sequence[float] | Float[np.ndarray, "layers"], stages: int) -> 
     Args:
         costs: costs of the layers, such as ``Passes.total``. Parts that always go with the first or last layer
             (embedding, head, projector) belong to its cost.
+        first: number of layers that the first stage has at least.
     """
     work = np.asarray(costs, np.float64)
-    if stages < 1 or len(work) < stages:
-        raise LayoutError(f"{len(work)} layers cannot be split into {stages} stages: use {len(work)} stages or fewer")
+    if stages < 1 or len(work) - first + 1 < stages:
+        together = f", of which the first {first} are one stage's," * (first > 1)
+        raise LayoutError(
+            f"{len(work)} layers{together} cannot be split into {stages} stages: use {len(work) - first + 1} stages or"
+            " fewer"
+        )
     if not (np.isfinite(work) & (work >= 0)).all():
         raise ValueError("costs of layers must be finite and not negative")
     if not work.any():
         work = np.ones_like(work)
+    work = np.concatenate([work[:first].sum(keepdims=True), work[first:]])
     ends = ragged.offsets(np.rint(work / work.sum() * _PARTS)).astype(np.int64)
     largest = _largest(ends.tolist(), stages) + len(work) + stages  # rounding must not separate equal stages
-    return _least_sum(ends, stages, largest)
+    counts = _least_sum(ends, stages, largest)
+    return counts[0] + first - 1, *counts[1:]
 
 
-def split_into(pipeline: Pipeline, costs: Sequence[float] | Float[np.ndarray, "layers"]) -> tuple[int, ...]:
+def split_into(
+    pipeline: Pipeline, costs: Sequence[float] | Float[np.ndarray, "layers"], first: int = 1
+) -> tuple[int, ...]:
     """Return the number of layers of each stage of a pipeline, see :func:`split`.
 
     With consecutive stages, layers are split over ranks first, and then each rank's layers over its stages.
     """
     if pipeline.style != "consecutive":
-        return split(costs, pipeline.stages)
-    ends = ragged.offsets(np.asarray(split(costs, pipeline.pp)))
-    return tuple(layers for a, b in pairwise(ends) for layers in split(costs[a:b], pipeline.vpp))
+        return split(costs, pipeline.stages, first)
+    ends = ragged.offsets(np.asarray(split(costs, pipeline.pp, first)))
+    return tuple(n for a, b in pairwise(ends) for n in split(costs[a:b], pipeline.vpp, first if a == 0 else 1))
 
 
 def _largest(ends: list[int], stages: int) -> int:

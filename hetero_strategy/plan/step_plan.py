@@ -49,6 +49,8 @@ class StepItems:
     given: Mapping[str, UnitRuns] | None = None
     """Source module -> its rows for the items. None: between this and a samplewise module, an item's edge rows are its
     sample's rows from ``start`` on."""
+    placed: UnitRuns | None = None
+    """Runs of the items' edge rows in their samples, if tokens stand between some of them; sources are the items."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class StepMetadata:
         items = self.items[source if source in self.items else target]
         numbers, zeros = np.arange(len(items.sample)), np.zeros_like(items.sample)
         if source in self.items:
+            if items.placed is not None:
+                return items.placed
             return UnitRuns(numbers, zeros, items.sample, items.start, items.edge_rows)
         return UnitRuns(items.sample, items.start, numbers, zeros, items.edge_rows)
 

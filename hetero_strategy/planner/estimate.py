@@ -129,7 +129,7 @@ class Estimates:
             seconds = self.work(module, tp).seconds
             if not seconds.any():  # all that was measured does not grow with rows
                 seconds = np.ones_like(seconds)
-            ends = ragged.starts(np.asarray(split(seconds, stages)))
+            ends = ragged.starts(np.asarray(split(seconds, stages, self.shape.modules[module].first_blocks)))
             self._splits[module, tp, stages] = float(np.add.reduceat(seconds, ends).max() / seconds.sum())
         return self._splits[module, tp, stages]
 
@@ -263,7 +263,7 @@ class Estimates:
         needed, of, count = np.zeros(self.cluster.ranks), candidate.layouts, candidate.microbatches
         pp = {name: layout.pp for name, layout in of.items()}
         for name, layout in of.items():
-            whole = candidate.reshard_after_forward == "never"
+            whole = candidate.reshard_after_forward == "never" or self.shape.modules[name].runs_vary
             degrees = Degrees.of(layout, candidate.of(name), whole)
             apart = not in_step and any({*of[fed].ranks} != {*layout.ranks} for fed in self.feeds(name))
             needed[[*layout.ranks]] += self.bytes(name, degrees, count, self.ahead_of(name, pp, count, apart))

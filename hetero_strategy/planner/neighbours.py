@@ -36,7 +36,7 @@ class Neighbours:
         self._counts = range(1, samples + 1) if microbatches is None else range(microbatches, microbatches + 1)
         self._evaluator, self._options, self._fits, self._worth = evaluator, options, fits, worth
         modules = evaluator.shape.modules
-        self._blocks = {name: module.blocks if module.has_blocks else 1 for name, module in modules.items()}
+        self._modules = modules
         self._tied = {name: module.tied for name, module in modules.items()}
         self._choices = {name: [*options.choices(module).items()] for name, module in modules.items()}
         self._few = evaluator.cluster.ranks <= FEW
@@ -61,7 +61,7 @@ class Neighbours:
                 continue
             layouts = dict(candidate.layouts)
             for name in piped:
-                if layouts[name].split is None and layouts[name].pp * vpp <= self._blocks[name]:
+                if layouts[name].split is None and layouts[name].pp * vpp <= self._modules[name].most_stages:
                     layouts[name] = replace(layouts[name], vpp=vpp, pp_style=style)  # type: ignore[arg-type]
             if layouts != candidate.layouts:
                 ways.append(replace(candidate, layouts=layouts, schedule=schedule))
@@ -76,7 +76,7 @@ class Neighbours:
                     split = [*stages]
                     split[border] += more
                     split[border + 1] -= more
-                    if min(split) > 0:
+                    if min(split) > 0 and split[0] >= self._modules[name].first_blocks:
                         other = replace(candidate.layouts[name], split=tuple(split))
                         ways.append(replace(candidate, layouts={**candidate.layouts, name: other}))
         return ways

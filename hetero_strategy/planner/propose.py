@@ -225,7 +225,7 @@ def rigid_layouts(
     if llm.pp > 1:
         seconds = estimates.work(name, llm.tp, cp=llm.cp).seconds.copy()
         seconds[0] += lighter * works
-        cut = split(seconds, llm.pipeline.stages)
+        cut = split(seconds, llm.pipeline.stages, shape.modules[name].first_blocks)
     layouts = {**around, name: ModuleLayout(llm.ranks, tp=llm.tp, cp=llm.cp, pp=llm.pp, vpp=llm.vpp, split=cut,
                                             pp_style=llm.pp_style, dp_replicate=1, dp_shard=llm.dp)}  # fmt: skip
     return {module: layouts[module] for module in shape.modules}

@@ -163,6 +163,8 @@ def first_samples(metadata: StepMetadata, count: int) -> StepMetadata:
     items, units = {}, {name: int(np.searchsorted(table.sample, count)) for name, table in metadata.items.items()}
     for name, table in metadata.items.items():
         cut = _some(table, slice(units[name]))
+        if cut.placed is not None:
+            cut = replace(cut, placed=_some(cut.placed, cut.placed.source < units[name]))
         runs = {source: (run, run.source < units.get(source, count)) for source, run in (table.given or {}).items()}
         cut_runs = {source: _some(run, fed & (run.target < units[name])) for source, (run, fed) in runs.items()}
         items[name] = replace(cut, given=cut_runs) if cut_runs else cut

@@ -153,7 +153,7 @@ class ScheduleConfig:
         """Return whether a stage's parameters are gathered at the start of a step and stay whole over it.
 
         Args:
-            apart: whether its instances may act on their own.
+            apart: whether its instances may act on their own, or its blocks run several times in a microbatch.
             casts: whether they compute in another dtype than they are kept in; without shards, gathering is only this
                 cast.
         """

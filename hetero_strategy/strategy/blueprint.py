@@ -138,7 +138,8 @@ def blueprint(
         for number, (per_row, per_pair, trained) in enumerate(zip(*sums, strict=True)):
             node = StageId(name, number)
             trains[node] = trained > 0
-            if scheduling.gathered_once(layout, casts=options.storage.mixed and trains[node], apart=name in apart):
+            casts, alone = options.storage.mixed and trains[node], name in apart or module.runs_vary
+            if scheduling.gathered_once(layout, casts=casts, apart=alone):
                 gathered.add(node)
             stage_costs[node] = StageCost(per_row / layout.neighbours, per_pair / layout.neighbours, again)
     cut = {name: cut[name] for name in layouts}
@@ -167,7 +168,7 @@ def _with_split(
     blocks = zip(module.per_row + length * module.per_pair, module.trained, module.trained_share, strict=True)
     layers = [LayerCost(flops, trained > 0, again, weight=flops * share) for flops, trained, share in blocks]
     try:
-        return replace(layout, split=split_into(layout.pipeline, costs(layers, fed).total))
+        return replace(layout, split=split_into(layout.pipeline, costs(layers, fed).total, module.first_blocks))
     except LayoutError as fault:
         raise LayoutError(f"layout of '{name}': {fault}") from None
 

@@ -35,7 +35,7 @@ class Coverage:
         rank: int,
         stages: Sequence[StageId],
         tensors: Mapping[str, torch.Tensor],
-        pieces: Mapping[str, Piece],
+        pieces: Mapping[str, Sequence[Piece]],
     ) -> None:
         """Add a rank's tensors by ``<module>.<fqn>``, and the pieces of them that it saves to a checkpoint."""
         self._built.update(stages)
@@ -44,7 +44,7 @@ class Coverage:
             module, _, fqn = name.partition(".")
             self._there.add(name)
             shape, total = self._whole[module][fqn].shape, tensor.numel()
-            here = prod(pieces[name].sizes) if name in pieces else 0
+            here = sum(prod(piece.sizes) for piece in pieces.get(name, ()))
             if tensor.shape != shape:
                 self._faults.append((of[module], f"{name} is {tuple(tensor.shape)} on rank {rank}, not {tuple(shape)}"))
             if isinstance(tensor, DTensor):

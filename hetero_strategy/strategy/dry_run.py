@@ -253,7 +253,7 @@ def _built(
         groups=len(groups),
         channels=len(channels),
         connections=sum(len(sent_to) for hops in peers.values() for sent_to, _ in hops),
-        pieces=len(pieces),
+        pieces=sum(map(len, pieces.values())),
         programs=programs,
         sent=tuple(sent(rank, program, executor.row_bytes, ranks_per_node) for program in programs),
     )

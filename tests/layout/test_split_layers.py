@@ -28,13 +28,17 @@ def stage_costs(work: Sequence[float], counts: Sequence[int]) -> list[float]:
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_split_is_the_best_of_all(data: st.DataObject) -> None:
-    stages = data.draw(st.integers(1, 4))
-    work = data.draw(st.lists(st.integers(0, 30).map(float), min_size=stages, max_size=10))
-    made = split(work, stages)
-    assert len(made) == stages and sum(made) == len(work) and min(made) >= 1
+    stages, first = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    work = data.draw(st.lists(st.integers(0, 30).map(float), min_size=stages + first - 1, max_size=10))
+    made = split(work, stages, first)
+    assert len(made) == stages and sum(made) == len(work) and min(made) >= 1 and made[0] >= first
     if not sum(work):
         return  # nothing to compare: even in layers, see below
-    keys = {s: (max(c := stage_costs(work, s)), sum(x * x for x in c)) for s in every_split(len(work), stages)}
+    keys = {
+        s: (max(c := stage_costs(work, s)), sum(x * x for x in c))
+        for s in every_split(len(work), stages)
+        if s[0] >= first
+    }
     least = min(keys.values())
     assert keys[made] == pytest.approx(least, rel=1e-6)
 
@@ -62,6 +66,8 @@ def test_times_scale_splits_do_not() -> None:
 def test_impossible_splits() -> None:
     with pytest.raises(LayoutError, match="3 layers cannot be split into 4 stages: use 3 stages"):
         split([1.0] * 3, 4)
+    with pytest.raises(LayoutError, match=r"4 layers, of which the first 3 are one stage's, .* 3 stages: use 2 stages"):
+        split([1.0] * 4, 3, first=3)
     with pytest.raises(LayoutError, match="-1 stages"):
         split([1.0], -1)
     for wrong in ([1.0, -1.0], [1.0, np.nan]):
@@ -73,6 +79,7 @@ def test_consecutive_stages_are_parts_of_what_a_rank_has() -> None:
     """Six equal layers on two ranks are three and three, also where each rank cuts its own in two."""
     assert split_into(Pipeline(2, 2, "loop"), [1.0] * 6) == (1, 1, 2, 2)
     assert split_into(Pipeline(2, 2, "consecutive"), [1.0] * 6) == (1, 2, 1, 2)
+    assert split_into(Pipeline(2, 2, "consecutive"), [1.0] * 6, 2) == (2, 1, 1, 2)
     assert split_into(Pipeline(2, 2, "consecutive"), [1.0, 1.0, 1.0, 1.0, 6.0, 4.0]) == (2, 2, 1, 1)
     with pytest.raises(LayoutError, match="1 layers cannot be split into 2 stages"):
         split_into(Pipeline(2, 2, "consecutive"), [9.0, 1.0, 1.0])

@@ -25,7 +25,7 @@ from hetero_strategy.simulator import hardware
 from hetero_strategy.simulator.cost_model import ADAM_BYTES, MIXED, CostModel, Precision, module_times
 from hetero_strategy.testing.plans import batch, cluster, model
 from hetero_strategy.zoo import siglip2_encoder, titan_llama
-from hetero_strategy.zoo.hf_lm import hf_llama
+from hetero_strategy.zoo.hf_causal_lm import hf_llama
 from tests.model.helpers import LLAMA
 
 FP32 = Precision(4, 4)

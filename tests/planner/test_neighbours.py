@@ -31,6 +31,7 @@ from tests.profiling.test_memory import FP32, activations
 
 PLAIN = BalanceConfig(reorder="none")
 PIPED = {"vision": ModuleLayout(range(4), dp_shard=4), "llm": ModuleLayout(range(4), pp=4)}
+DEEP = {"vision": ModuleLayout((0, 1), dp_shard=2), "llm": ModuleLayout((2, 3), pp=2, split=(3, 5))}
 APART = {"vision": ModuleLayout((0, 1), dp_shard=2), "llm": ModuleLayout((2, 3), pp=2)}
 
 
@@ -60,6 +61,10 @@ def test_neighbours_of_a_candidate_are_one_change_away() -> None:
     assert sizes(vision=ModuleLayout((2,)), llm=ModuleLayout((0, 1))) == [[1, 3], [1, 1], [2, 1], [2, 2]]
     assert [other.microbatches for other in neighbours.counts(Candidate(PIPED, 4))] == [3, 5, 2, 8]
     assert Neighbours(neighbours._evaluator, RunOptions(), microbatches=4).counts(Candidate(PIPED, 4)) == []
+    assert [pair[1].split for pair in layouts(neighbours.cuts, DEEP)] == [(4, 4), (2, 6)]
+    of = model((4, 512), (8, 512))
+    deep = replace(of, modules={**of.modules, "llm": replace(of.modules["llm"], first_blocks=3)})
+    assert [p[1].split for p in layouts(Neighbours(evaluator(deep), RunOptions()).cuts, DEEP)] == [(4, 4)]
 
 
 @pytest.mark.full

@@ -29,6 +29,19 @@ def test_frozen_stages_of_a_module_that_trains_are_not_cast() -> None:
     assert [plan.graph.stages[StageId("vision", n)].trains for n in (0, 1)] == [False, True]
 
 
+def test_blocks_that_run_several_times_are_gathered_once_per_step() -> None:
+    vision = replace(model().modules["vision"], runs_vary=True)
+    spec = replace(model(), modules=model().modules | {"vision": vision})
+    plan = blueprint(spec, place({name: ModuleLayout(2, dp_shard=2) for name in spec.modules}, 2), Options())
+    assert [plan.graph.stages[StageId(name, 0)].sharded for name in ("vision", "llm")] == [True, False]
+
+
+def test_the_first_stage_has_the_blocks_that_take_rows() -> None:
+    deep = replace(model(), modules=model().modules | {"llm": replace(model().modules["llm"], first_blocks=5)})
+    layouts = place({"vision": ModuleLayout(1), "llm": ModuleLayout(3, pp=3)}, 3)
+    assert [blueprint(s, layouts, Options()).layouts["llm"].split for s in (model(), deep)] == [(2, 3, 3), (5, 1, 2)]
+
+
 def test_every_stage_costs_what_its_module_counts() -> None:
     layouts = {"vision": ModuleLayout(2, pp=2), "llm": ModuleLayout(4, pp=2, tp=2)}
     setting = Setting("", layouts, vision=(96, 3), llm=(128, 4))
