@@ -219,8 +219,8 @@ def check(name: str, module: Adapter, layout: ModuleLayout) -> list[str]:
     if layout.tp == 1:
         return faults
     if module.tp_plan() is None:
-        kind = type(module).__name__
-        return [*faults, f"layout of '{name}': tp={layout.tp}, but {kind} has no tensor-parallel plan; set tp=1"]
+        no_plan = [f"tp={layout.tp}, but {type(module).__name__} has no tensor-parallel plan; set tp=1"]
+        return faults + [f"layout of '{name}': {fault}" for fault in module.check_tp(layout.tp) or no_plan]
     if module.vocab_size is not None and not _shards_fit(module.vocab_size, layout.tp, layout.shards):
         size, tp, axes = module.vocab_size, layout.tp, "dp_shard" if layout.cp == 1 else "dp_shard x cp"
         faults.append(
@@ -259,6 +259,17 @@ def _stage_faults(module: Adapter, layout: ModuleLayout) -> list[str]:
     if layout.split is not None and sum(layout.split) != blocks:
         faults.append(
             f"split={list(layout.split)} sums to {sum(layout.split)}, but {kind} has {blocks} blocks; give all of them"
+        )
+    first = module.first_blocks
+    if layout.split is not None and len(layout.split) > 1 and layout.split[0] < first <= blocks:
+        faults.append(
+            f"split={list(layout.split)}, but the first {first} blocks of {kind} take rows of other modules; give the"
+            f" first stage at least {first}"
+        )
+    elif layout.split is None and blocks - first + 1 < pipeline.stages <= blocks:
+        faults.append(
+            f"pp {layout.pp} x vpp {layout.vpp} = {pipeline.stages} stages, but the first {first} of {blocks} blocks of"
+            f" {kind} take rows of other modules in one stage; use {max(1, blocks - first + 1)} stages or fewer"
         )
     if pipeline.stages > 1 and (loose := in_no_stage(module)):
         faults.append(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
-from fnmatch import fnmatchcase
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -19,28 +18,18 @@ import numpy as np
 import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import CausalLM
-from hetero_strategy.model.encoder import Backbone, Encoder
-from hetero_strategy.model.generator import Generator, GeneratorInputs
-from hetero_strategy.model.inputs import (
-    IGNORE,
-    EncoderInputs,
-    ImagePatches,
-    MelFrames,
-    Packing,
-    SequenceInputs,
-    tensors_of,
-)
+from hetero_strategy.model.inputs import Packing, SequenceInputs, tensors_of
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.model.read_spec import spec_of
 from hetero_strategy.model.spec import KEPT
+from hetero_strategy.model.tensor_parallel import begins_columns, ends_columns, style_of
 from hetero_strategy.parallelize.transform import Site, Transform
 from hetero_strategy.parallelize.transforms import choices, label, way
 from hetero_strategy.profiling.allocations import Allocations
@@ -101,12 +90,15 @@ class _Module:
         self.of_attention: dict[Any, np.ndarray] = {}
 
     def measured(self, ways: Ways) -> Activations:
-        fqns = list(self.module.blocks())
-        with FakeTensorMode():
-            known = inputs_of(self.module, self.packings[0])
-        if known is None:
+        try:
+            with FakeTensorMode():
+                known = self.module.example(self.packings[0])
+            return self._by_formula(ways) if known is None else self._by_run(ways, known)
+        except (DataDependentOutputException, DynamicOutputShapeException):  # such as experts that are looped over
             return self._by_formula(ways)
-        flows = self.fed
+
+    def _by_run(self, ways: Ways, known: Any) -> Activations:
+        fqns, flows = list(self.module.blocks()), self.fed
         measured: dict[str, list[np.ndarray]] = {name: [] for name in ways}
         for i in range(max(1, len(fqns))):
             stage = self._stage(fqns[i : i + 1], first=i == 0, last=i >= len(fqns) - 1)
@@ -186,13 +178,14 @@ class _Module:
     ) -> tuple[Float64[np.ndarray, "features"], list[float]]:
         """Return the features of a packing, and the bytes that a stage needs for it."""
         with FakeTensorMode(), ExitStack() as undo:
-            inputs = inputs_of(self.module, lengths)
+            inputs = self.module.example(lengths)
             assert inputs is not None
             hidden, rows = None, {}
             if not stage.first_stage:
                 hidden = torch.empty(inputs.packing.rows, self.module.hidden_width, dtype=self.dtype)
-            elif isinstance(inputs, GeneratorInputs):
-                rows = {"": torch.empty(int(inputs.rows.sum()), self.module.width, dtype=self.dtype)}
+            else:
+                slots = getattr(inputs, "slots", {})
+                rows = {key: torch.empty(len(at), self.module.width, dtype=self.dtype) for key, at in slots.items()}
             leaves = [leaf.requires_grad_(flows) for leaf in (hidden, *rows.values()) if leaf is not None]
             for part in (part for block in stage.blocks().values() for part in block.modules()):
                 entries = {key: copy(value) for key, value in vars(part).items() if isinstance(value, dict)}
@@ -201,6 +194,7 @@ class _Module:
             for each in changes:
                 each.apply([stage], site)
             stage.compute_dtype = self.dtype
+            undo.enter_context(self.module.measured())
             counted = undo.enter_context(_Counted(self.module, stage))
 
             def work(weights: list[Tensor]) -> list[float]:
@@ -314,10 +308,10 @@ class _Counted(Allocations):
         plan = (module.tp_plan() or Adapter.tp_plan(module)) or {}
         self._hooks: list[Any] = []
         for fqn, part in stage.named_modules():
-            style = next((style for pattern, style in plan.items() if fnmatchcase(fqn, pattern)), None)
-            if isinstance(style, ColwiseParallel):
+            style = style_of(plan, fqn)
+            if begins_columns(style):
                 self._hooks.append(part.register_forward_hook(self._columns))
-            elif isinstance(style, RowwiseParallel):
+            elif ends_columns(style):
                 self._hooks.append(part.register_forward_hook(self._joined))
 
     @override
@@ -380,39 +374,4 @@ def _packings(module: Adapter) -> Iterator[np.ndarray]:
     padding.
     """
     for lengths in ((4,), (4, 2), (4, 3), (8, 6)):
-        yield np.resize(np.array(lengths) * unit_of(module), ROWS // (unit_of(module) * max(lengths)))
-
-
-def unit_of(module: Adapter) -> int:
-    """Return the unit of lengths: rows of two by two cells of merged patches."""
-    patches = getattr(module.backbone, "processor", None) if isinstance(module, Encoder) else None
-    return 4 * patches.merge**2 if isinstance(patches, ImagePatches) else 16
-
-
-def inputs_of(module: Adapter, lengths: np.ndarray) -> EncoderInputs | GeneratorInputs | SequenceInputs | None:
-    """Make a module's inputs with units of these lengths, multiples of :func:`unit_of`; return None if its inputs are
-    unknown.
-    """
-    packing, rows = Packing.of(lengths), int(lengths.sum())
-    if isinstance(module, CausalLM):
-        ids = torch.zeros(rows, dtype=torch.int64)
-        return SequenceInputs(ids, torch.full_like(ids, IGNORE), packing, labelled=ids[:0])
-    if isinstance(module, Generator):
-        shape = (rows - len(lengths), module.feature)
-        ones = np.ones_like(lengths)
-        slots: dict[Any, Tensor] = {"": packing.offsets[:-1].to(torch.int64)}
-        sizes = np.stack([ones, lengths - 1], axis=1)
-        values = torch.empty(shape)
-        return GeneratorInputs(values, values.clone(), torch.empty(len(lengths)), sizes, ones, packing, slots=slots)
-    if isinstance(module, Encoder) and isinstance(module.backbone, Backbone):
-        processor = module.backbone.processor
-        if isinstance(processor, MelFrames):
-            sizes, shape = 2 * lengths[:, None], (2 * rows, processor.n_mels)
-        elif isinstance(processor, ImagePatches):
-            side = 2 * processor.merge
-            sizes = np.stack([np.full_like(lengths, side), lengths // side], axis=1)
-            shape = (rows, processor.channels * processor.patch_size**2)
-        else:
-            return None
-        return EncoderInputs(torch.empty(shape), sizes, module.backbone.output_rows(sizes), packing)
-    return None
+        yield np.resize(np.array(lengths) * module.example_unit, ROWS // (module.example_unit * max(lengths)))

@@ -25,13 +25,11 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.registry import fake_world
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.model.generator import GeneratorInputs
 from hetero_strategy.model.inputs import SequenceInputs, tensors_of
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.model.read_spec import spec_of
 from hetero_strategy.plan.step_plan import StepMetadata
-from hetero_strategy.profiling.activations import inputs_of, unit_of
 from hetero_strategy.profiling.device import T, clocked
 from hetero_strategy.runtime import backward
 from hetero_strategy.simulator.cost_model import NOTHING, BlockSeconds, ModuleSeconds, fit
@@ -129,7 +127,7 @@ def _tasks(model: MultimodalModel, batches: Sequence[StepMetadata], degrees: Seq
     fed = spec_of(model).fed_by_trainable()
     for name in fed:
         module = model.modules_by_name[name]
-        if inputs_of(module, np.array([unit_of(module)])) is None or not len(lengths_of(name, module, batches)):
+        if module.example(np.array([module.example_unit])) is None or not len(lengths_of(name, module, batches)):
             continue
         for tp in degrees:
             if tp > 1 and (module.tp_plan() is None or module.tp_faults(tp)):
@@ -179,7 +177,7 @@ class _Block:
         self.parts = module.row_sharding(ModuleLayout(tuple(range(task.tp)), tp=task.tp).resolved()).parts
         self.stage = self._made(task)
         self.share = labelled_share(batches)
-        lengths, unit = lengths_of(task.module, module, batches), unit_of(module)
+        lengths, unit = lengths_of(task.module, module, batches), module.example_unit
         self.lengths = -(-lengths // unit) * unit
 
     def _made(self, task: _Task) -> Adapter:
@@ -222,16 +220,15 @@ class _Block:
         return most, max(ROUNDS[0], min(int(affordable / most) - 1, ROUNDS[1]))
 
     def _run(self, lengths: Int64[np.ndarray, "units"]) -> _Run:
-        inputs = inputs_of(self.module, lengths)
+        inputs = self.module.example(lengths)
         assert inputs is not None
         count, hidden, rows = inputs.packing.rows, None, {}
         if isinstance(inputs, SequenceInputs):
             labelled = torch.arange(count)[: max(1, round(self.share * count))]
             fed = torch.arange((count - len(labelled)) // self.parts if self.flows else 0)
             inputs = replace(inputs, labels=inputs.ids, labelled=labelled, slots={"": fed})
-            rows = {"": torch.randn(len(fed), self.module.width, dtype=self.dtype)}
-        elif isinstance(inputs, GeneratorInputs):
-            rows = {"": torch.randn(int(inputs.rows.sum()), self.module.width, dtype=self.dtype)}
+        slots = getattr(inputs, "slots", {})
+        rows = {key: torch.randn(len(at), self.module.width, dtype=self.dtype) for key, at in slots.items()}
         for tensor in tensors_of(inputs):
             if tensor.is_floating_point() and tensor.numel():
                 tensor.normal_()

@@ -20,7 +20,6 @@ from hetero_strategy.model.spec import ModelSpec
 from hetero_strategy.plan.step_plan import StepItems
 from hetero_strategy.planner.candidate import Candidate
 from hetero_strategy.planner.evaluate import Evaluator
-from hetero_strategy.profiling.activations import inputs_of, unit_of
 from hetero_strategy.profiling.blocks import fit, packings, profile
 from hetero_strategy.simulator.cost_model import NOTHING, BlockSeconds, CostModel, Line, module_times
 from hetero_strategy.strategy.blueprint import Options, blueprint
@@ -159,7 +158,7 @@ class Plain(nn.Module):
 def test_a_backbone_of_ones_own_is_left_to_the_formula_and_not_cut() -> None:
     with torch.device("meta"):
         plain = Encoder(Plain, Projector(64, 32), processor=ImageProcessor(patch_size=4))
-    assert unit_of(plain) == 16 and inputs_of(plain, np.array([16])) is None
+    assert plain.example_unit == 16 and plain.example(np.array([16])) is None
     spec = ModelSpec({"vision": spec_of_module(plain)}, ())
     with pytest.raises(LayoutError, match="layout of 'vision': it has no blocks to cut it by; leave pieces out"):
         blueprint(spec, Placement({"vision": replace(ALONE.resolved(), vpp=2)}, 1), Options())

@@ -12,19 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from hetero_strategy.disk_cache import _plain, cached, digest, folder
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model.read_spec import spec_of
 from hetero_strategy.profiling.blocks import Fit, Profiled
-from hetero_strategy.profiling.cache import (
-    _plain,
-    _profiled,
-    cached,
-    digest,
-    folder,
-    memory_model,
-    seconds_of,
-    structure,
-)
+from hetero_strategy.profiling.cache import _profiled, memory_model, seconds_of, structure
 from hetero_strategy.simulator.cost_model import BlockSeconds, Line, Precision
 from hetero_strategy.testing import Setting
 
