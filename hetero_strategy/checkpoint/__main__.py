@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hetero_strategy.checkpoint.exporting import CASTS, FILE_BYTES, INNER, Exported, export
+from hetero_strategy.checkpoint.exporting import CASTS, FILE_BYTES, Exported, export
 from hetero_strategy.checkpoint.folder import describe
 from hetero_strategy.errors import CheckpointError
 from hetero_strategy.model.hf_folder import EXTRA
@@ -14,10 +14,12 @@ from hetero_strategy.model.hf_folder import EXTRA
 HELP = "Describe a checkpoint, or export it for other programs. Neither needs the model."
 EXPORT_HELP = f"""
 Write weights and a config.json that from_pretrained of transformers loads, and a README.md that names the class.
-titan_llama, hf_llama and hf_qwen3 become a causal language model (AutoModelForCausalLM). The backbone of a
-siglip2_encoder becomes a Siglip2VisionModel (AutoModel), that of a whisper_encoder a
-transformers.models.whisper.modeling_whisper.WhisperEncoder. No auto class has that: AutoModel would make a WhisperModel
-with new weights. An encoder's projector goes to {EXTRA} in the same folder; checkpoint= of our functions reads both.
+Language models become what AutoModelForCausalLM loads. The backbone of an encoder becomes its vision or audio model,
+with the tensors of its origin that no run trains. No auto class has a WhisperEncoder: AutoModel would make a
+WhisperModel with new weights. An encoder's projector goes to {EXTRA} in the same folder; checkpoint= of our functions
+reads both.
+With --whole, modules that come from one folder, such as a vision language model, become one folder again: its names of
+tensors, its other tensors bit by bit, its configs, tokenizer, processor and templates.
 A flow_decoder and your own modules keep their own names in model.safetensors and have no config.json. So does every
 module of a checkpoint without a record of Hugging Face names, such as one that no run has saved.
 """
@@ -33,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out.add_argument("checkpoint", help="checkpoint of a run, in any layout")
     out.add_argument("folder", help="folder to write, empty or new; every module becomes a folder in it")
     out.add_argument("--module", help="export only this module, such as vision, into the folder itself")
+    out.add_argument(
+        "--whole", action="store_true", help="write one folder like the one that all modules come from, with its names"
+    )
+    out.add_argument("--origin", help="present place of the folder that modules come from, if it was moved")
     out.add_argument("--dtype", choices=list(CASTS), help="cast floating tensors; default: as stored")
     out.add_argument(
         "--file-gb", type=float, default=FILE_BYTES / 1e9, help="greatest size of a file (default %(default)s)"
@@ -49,8 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             cast, file_bytes = CASTS.get(options.dtype), int(options.file_gb * 1e9)
             written = export(
-                options.checkpoint, options.folder, module=options.module, dtype=cast, file_bytes=file_bytes
-            )
+                options.checkpoint, options.folder, module=options.module, whole=options.whole, origin=options.origin,
+                dtype=cast, file_bytes=file_bytes,
+            )  # fmt: skip
             lines = [_summary(exported) for exported in written]
     except CheckpointError as fault:
         sys.stderr.write(f"{fault}\n")
@@ -62,9 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _summary(exported: Exported) -> str:
     if not exported.names:
         return f"{exported.folder / EXTRA}: {len(exported.extra)} tensors outside the modules"
-    name = exported.architecture
-    names = f"for {INNER.get(name, 'transformers')}.{name}" if name else "under their own names"
-    names += ", not AutoModel" if name in INNER else ""
+    name = exported.model_class
+    names = f"for {name}" if name else "under their own names"
+    if name and name.count(".") > 1:
+        names += ", not AutoModel"
     more = f"; {len(exported.extra)} more in {EXTRA}, under their own names" if exported.extra else ""
     return f"{exported.folder}: {len(exported.names)} tensors {names}{more}"
 

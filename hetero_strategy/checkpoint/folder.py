@@ -31,7 +31,6 @@ import torch
 from hetero_strategy.checkpoint.codec import damage, decode
 from hetero_strategy.checkpoint.tensorfile import (
     DTYPE_NAMES,
-    DTYPES,
     Entry,
     StoredFile,
     TensorReader,
@@ -39,6 +38,7 @@ from hetero_strategy.checkpoint.tensorfile import (
     write_tensors,
 )
 from hetero_strategy.errors import CheckpointError
+from hetero_strategy.model.hf_folder import DTYPES
 
 INDEX = "checkpoint.json"
 METADATA = "metadata"

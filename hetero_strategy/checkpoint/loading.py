@@ -1,7 +1,7 @@
 """Fill owned tensors from a checkpoint of any layout.
 
-The load planner of torch's distributed checkpoints (``DefaultLoadPlanner``) works out which pieces overlap this rank's
-tensors. They are read as slices of safetensors files. Nothing in a checkpoint is ever unpickled or imported.
+torch's distributed checkpoints work out which pieces overlap this rank's tensors. They are read as slices of
+safetensors files. Nothing in a checkpoint is ever unpickled or imported.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
 from hetero_strategy.checkpoint import folder as folders
 from hetero_strategy.checkpoint.all_or_none import AllOrNone
-from hetero_strategy.checkpoint.folder import METADATA, Description, StoredTensor, rank_stem
+from hetero_strategy.checkpoint.boxes import Box, boxes_of
+from hetero_strategy.checkpoint.folder import METADATA, Description, Piece, StoredTensor, rank_stem
 from hetero_strategy.checkpoint.tensorfile import TensorReader
 from hetero_strategy.errors import CheckpointError
 
@@ -158,36 +158,32 @@ def _some(names: tuple[str, ...] | list[str]) -> str:
 
 def fill(tensors: Mapping[str, torch.Tensor], index: Description, reader: TensorReader) -> None:
     """Fill tensors in place from the pieces that overlap this rank's parts. The checkpoint must have all of them."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), Metadata({key: _dcp_metadata(index.tensors[key]) for key in tensors}))
-    try:
-        items = planner.create_local_plan().items
-    except (ValueError, RuntimeError, AssertionError) as fault:
-        raise CheckpointError(f"{index.path} cannot be matched with the model: {fault}") from fault
+    parts = {key: t.to_local() if isinstance(t, DTensor) else t for key, t in tensors.items()}
     pieces = {(key, piece.offsets): piece for key in tensors for piece in index.tensors[key].pieces}
+    found: list[tuple[Piece, ReadItem, torch.Tensor]] = []
+    for key, tensor in tensors.items():
+        metadata = _dcp_metadata(index.tensors[key])
+        for box in boxes_of(tensor):
+            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for item in create_read_items_for_chunk_list(key, metadata, [chunk]):
+                piece = pieces[key, tuple(item.storage_index.offset or ())]
+                target = Box((), tuple(item.lengths), tuple(item.dest_offsets)).of(box.of(parts[key].detach()))
+                found.append((piece, item, target))
     filled: dict[str, int] = defaultdict(int)
-    for item in sorted(items, key=lambda item: pieces[_source(item)].rank):
-        key, offsets = _source(item)
-        piece = pieces[key, offsets]
-        target = planner.resolve_tensor(item).detach()
+    for piece, item, target in sorted(found, key=lambda one: one[0].rank):
+        key = item.storage_index.fqn
         if target.numel():
             file, name = f"{rank_stem(piece.rank)}.safetensors", piece.name(key, index.tensors[key].shape)
             value = reader.read(file, name, tuple(item.storage_offsets), tuple(item.lengths))
             if value.shape != target.shape:
                 raise CheckpointError(f"{index.path / file}: {name!r} has the wrong shape; the checkpoint is damaged")
             target.copy_(value)
-        planner.commit_tensor(item, target)
         filled[key] += target.numel()
-    for key, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if filled[key] != local.numel():
+    for key in tensors:
+        if filled[key] != parts[key].numel():
             raise CheckpointError(
-                f"{index.path}: only {filled[key]} of {local.numel()} elements of {key} are there; it is damaged"
+                f"{index.path}: only {filled[key]} of {parts[key].numel()} elements of {key} are there; it is damaged"
             )
-
-
-def _source(item: ReadItem) -> tuple[str, tuple[int, ...]]:
-    return item.storage_index.fqn, tuple(item.storage_index.offset or ())
 
 
 def _dcp_metadata(stored: StoredTensor) -> TensorStorageMetadata:

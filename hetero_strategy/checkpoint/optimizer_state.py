@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
+from hetero_strategy.checkpoint.boxes import Box, boxes_of
 from hetero_strategy.checkpoint.folder import StoredTensor
 from hetero_strategy.errors import CheckpointError
 
@@ -165,8 +165,7 @@ def part_of(p: torch.Tensor, value: Any) -> Any:
         return value
     if value.shape != p.shape or value.is_meta or not value.dim():
         return value
-    mesh, coordinate = p.device_mesh, p.device_mesh.get_coordinate()
-    sizes, offsets = _compute_local_shape_and_global_offset(p.shape, mesh.shape, list(coordinate or ()), p.placements)
-    box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-    local = value[box].to(p.device, copy=True)
-    return DTensor.from_local(local, mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+    local = torch.empty_like(p.to_local(), dtype=value.dtype)
+    for box in boxes_of(p):
+        box.of(local).copy_(Box(box.offsets, box.sizes, box.offsets).of(value))
+    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())

@@ -32,10 +32,10 @@ import torch.distributed as dist
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from hetero_strategy.checkpoint import folder as folders
 from hetero_strategy.checkpoint.all_or_none import AllOrNone
+from hetero_strategy.checkpoint.boxes import Box, boxes
 from hetero_strategy.checkpoint.codec import encode
 from hetero_strategy.checkpoint.folder import METADATA, Description, Piece, StoredTensor, rank_stem
 from hetero_strategy.checkpoint.tensorfile import Entry, StoredFile, check_dtype, write_tensors
@@ -101,7 +101,7 @@ class Checkpointer:
                 plan = _make_plan(team, *owned)
             assert plan is not None
             local = {key: t.to_local() if isinstance(t, DTensor) else t for key, t in tensors.items()}
-            pieces = [Entry.of(name, local[key]) for key, name in plan.items]
+            pieces = [Entry.of(name, box.of(local[key])) for key, name, box in plan.items]
             self._plan = plan
             values = team.together(lambda: {stem: encode(dict(state)) for stem, state in states.items()})
             if async_:
@@ -211,8 +211,8 @@ class _Plan:
 
     owned: tuple[Inventory, Coordinates]
     """Inventory and mesh coordinates of this rank when the plan was made."""
-    items: Sequence[tuple[str, str]]
-    """Names of tensors, each with the name of the piece of it that this rank writes."""
+    items: Sequence[tuple[str, str, Box]]
+    """Names of tensors, each with the name of a piece of it that this rank writes and its place in the rank's part."""
     stored: Mapping[str, StoredTensor]
     """All tensors of the checkpoint on rank 0; on every other rank its own tensors."""
 
@@ -224,9 +224,10 @@ def _make_plan(team: AllOrNone, inventory: Inventory, coordinates: Coordinates) 
         ranks_of[digest][rank] = places
     owners = [(team.from_one(lambda: inventory, min(ranks)), ranks) for ranks in ranks_of.values()]
     stored = team.together(lambda: stored_tensors(owners, None if team.rank == 0 else inventory.tensors))
+    own = {owned: {box.offsets: box for box in _boxes(owned, coordinates)} for owned in {*inventory.tensors.values()}}
     items = [
-        (key, piece.name(key, stored[key].shape))
-        for key in inventory.tensors
+        (key, piece.name(key, stored[key].shape), own[owned][piece.offsets])
+        for key, owned in inventory.tensors.items()
         for piece in stored[key].pieces
         if piece.rank == team.rank
     ]
@@ -360,14 +361,21 @@ def stored_tensors(
     return stored
 
 
-def pieces_of(rank: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, Piece]:
-    """Return the piece of each tensor that a rank holds, by name, without asking any other rank.
+def pieces_of(rank: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Piece, ...]]:
+    """Return the pieces of each tensor that a rank holds, by name, without asking any other rank.
 
-    Names whose piece is empty are left out. Tensors may be on the meta device.
+    Names whose pieces are empty are left out. Tensors may be on the meta device.
     """
     inventory, coordinates = take_inventory(tensors)
     pieces = {owned: _pieces(owned, {rank: coordinates}) for owned in {*inventory.tensors.values()}}
-    return {key: piece for key, owned in inventory.tensors.items() for piece in pieces[owned].values()}
+    return {key: tuple(pieces[owned].values()) for key, owned in inventory.tensors.items() if pieces[owned]}
+
+
+def _boxes(owned: OwnedTensor, coordinates: Coordinates) -> list[Box]:
+    """Return the boxes of a tensor that the rank with these coordinates holds; none are empty."""
+    coordinate = () if owned.mesh is None else coordinates[owned.mesh]
+    found = boxes(owned.shape, owned.mesh_shape, coordinate, owned.placements)
+    return [box for box in found if 0 not in box.sizes or 0 in owned.shape]  # an uneven shard leaves ranks without one
 
 
 def _pieces(owned: OwnedTensor, ranks: Mapping[int, Coordinates]) -> dict[tuple[int, ...], Piece]:
@@ -376,11 +384,9 @@ def _pieces(owned: OwnedTensor, ranks: Mapping[int, Coordinates]) -> dict[tuple[
     for rank in sorted(ranks):
         lowest.setdefault(() if owned.mesh is None else ranks[rank][owned.mesh], rank)
     pieces: dict[tuple[int, ...], Piece] = {}
-    for coordinate, rank in lowest.items():
-        box = _compute_local_shape_and_global_offset(owned.shape, owned.mesh_shape, list(coordinate), owned.placements)
-        sizes, offsets = map(tuple, box)
-        if 0 not in sizes or 0 in owned.shape:  # an uneven shard leaves some ranks without a piece
-            pieces.setdefault(offsets, Piece(rank, offsets, sizes))
+    for rank in lowest.values():
+        for box in _boxes(owned, ranks[rank]):
+            pieces.setdefault(box.offsets, Piece(rank, box.offsets, box.sizes))
     return pieces
 
 

@@ -23,26 +23,8 @@ import torch
 from safetensors import SafetensorError
 
 from hetero_strategy.errors import CheckpointError
-from hetero_strategy.model.hf_folder import SafetensorFiles
+from hetero_strategy.model.hf_folder import DTYPES, SafetensorFiles
 
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 BLOCK = 4 * 2**20

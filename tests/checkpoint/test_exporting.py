@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 
 from hetero_strategy import checkpoint as ck
 from hetero_strategy.checkpoint.__main__ import main
+from hetero_strategy.checkpoint.hf_export import Saved
+from hetero_strategy.checkpoint.tensorfile import TensorReader
 from hetero_strategy.errors import CheckpointError
 from tests.checkpoint.helpers import owned, same
 
@@ -73,3 +75,21 @@ def test_export_in_several_files(tmp_path: Path) -> None:
     assert sorted(set(index["weight_map"].values())) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     found = {key: load_file(tmp_path / "out" / file)[key] for key, file in index["weight_map"].items()}
     assert same(dict(sorted(found.items())), {f"layers.{i}.w": tensors[f"model.net.m.layers.{i}.w"] for i in range(5)})
+
+
+def test_a_save_of_version_0_1_names_the_class_of_whisper(tmp_path: Path) -> None:
+    config = {"model_type": "whisper", "architectures": ["WhisperEncoder"]}
+    recorded = {"vision": {"names": {"w": "conv1.weight"}, "paired_heads": {}, "config": config, "processor": None}}
+    ck.Checkpointer().save(owned(), {ck.EXPORT_KEY: recorded}, tmp_path / "c")
+    (exported,) = ck.export(tmp_path / "c", tmp_path / "out", module="vision")
+    assert exported.model_class == "transformers.models.whisper.modeling_whisper.WhisperEncoder"
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "from transformers.models.whisper.modeling_whisper import WhisperEncoder" in text and "No auto class" in text
+
+
+def test_a_part_of_joined_tensors_reads_those_alone(tmp_path: Path) -> None:
+    ck.Checkpointer().save(owned(), {}, tmp_path / "c")
+    index = ck.describe(tmp_path / "c")
+    with TensorReader(index.path, index.files) as reader:
+        joined = torch.cat([Saved(reader, index, "model.vision.w")] * 2)  # type: ignore[arg-type, list-item]
+        assert torch.equal(joined.read({0: torch.tensor([5])}), owned()["model.vision.w"][1:2])  # type: ignore[attr-defined]

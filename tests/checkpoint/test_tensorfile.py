@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from hetero_strategy.checkpoint import tensorfile
-from hetero_strategy.checkpoint.tensorfile import DTYPES, Entry, TensorReader, write_tensors
+from hetero_strategy.checkpoint.tensorfile import Entry, TensorReader, write_tensors
 from hetero_strategy.errors import CheckpointError
+from hetero_strategy.model.hf_folder import DTYPES
 from tests.checkpoint.helpers import flip
 
 
