@@ -64,6 +64,55 @@ def zero_rows(media: Media, count: int = 0) -> np.ndarray:
     return np.zeros((count, media.feature), getattr(media, "dtype", np.float32))
 
 
+def check_picture(path: str | Path) -> str | None:
+    """Verify checksums, then decode all pixels; return a warning about a 16-bit picture of a narrow range, if any."""
+    with reading(path, "image", Image.open) as image:
+        reading(path, "image", lambda _: image.verify())  # checksums; load() accepts a PNG without its end
+    with reading(path, "image", Image.open) as image:
+        stored = stored_as(image)
+        reading(path, "image", lambda _: image.load())
+        return narrow_range(image) if image.mode.startswith("I") or ";16" in stored else None
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Return height and width of an opened picture once it is upright."""
+    width, height = image.size
+    return (width, height) if orientation(image) >= 5 else (height, width)  # the camera was held sideways
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Decode an opened picture: upright, and with 8 bits per channel."""
+    opened = image.size
+    image.load()
+    if image.format == "TIFF" and image.size != opened:  # Pillow rotates it, and may have garbled it
+        raise ValueError(f"{image.size} pixels, of which its header says {opened}; save it upright")
+    if (turned := orientation(image)) in UPRIGHT:
+        image = image.transpose(UPRIGHT[turned])
+    if image.mode.startswith("I"):  # 16 bits, or 12 in a TIFF: convert() would clip instead of scaling
+        tags = getattr(image, "tag_v2", {258: (16,), 262: 1})  # bits, and 0 where 0 is white
+        values = np.asarray(image).astype(np.int64)
+        grey = (values >> tags[258][0] - 8).clip(0, 255).astype(np.uint8)
+        grey = grey if tags.get(262, 0) else 255 - grey
+        image = Image.fromarray(np.where(values == image.info.get("transparency"), np.uint8(255), grey))
+    return image
+
+
+def at_rate(waveform: np.ndarray, rate: int, wanted: int) -> np.ndarray:
+    """Resample a waveform, float32 ``[n]``, to ``ceil(n * wanted / rate)`` samples."""
+    if rate == wanted:
+        return waveform
+    from scipy.signal import resample_poly
+
+    common = gcd(wanted, rate)
+    return resample_poly(waveform, wanted // common, rate // common)
+
+
+def raw_rows(media: Media, sizes: np.ndarray) -> int:
+    """Return the raw rows of one item with these sizes, int64 ``[k]``."""
+    own = getattr(media, "raw_rows", None)
+    return int(sizes.prod() if own is None else own(sizes[None])[0])
+
+
 class _FromFields:
     """A base of the processors here: settings from fields, and rows end to end."""
 
@@ -167,18 +216,13 @@ class ImageProcessor(_FromFields):
 
     def check(self, path: str | Path) -> str | None:
         """Verify checksums, then decode all pixels; warn of a 16-bit image of a narrow range, such as 12-bit values."""
-        with reading(path, "image", Image.open) as image:
-            reading(path, "image", lambda _: image.verify())  # checksums; load() accepts a PNG without its end
-        with reading(path, "image", Image.open) as image:
-            stored = stored_as(image)
-            reading(path, "image", lambda _: image.load())
-            return narrow_range(image) if image.mode.startswith("I") or ";16" in stored else None
+        return check_picture(path)
 
     def load(self, path: str | Path, sizes: Sizes | None = None) -> np.ndarray:
         """Return patches of the resized image, uint8."""
         with open_picture(path) as image:
             grid = self._grid(image)
-            _same(path, self.size_names, grid, sizes)
+            same_sizes(path, self.size_names, grid, sizes)
             pixels = reading(path, "image", lambda _: self._pixels(image, grid))
         p, (h, w) = self.patch_size, grid
         patches = pixels.reshape(h, p, w, p, self.channels).transpose(0, 2, 1, 3, 4)
@@ -194,9 +238,7 @@ class ImageProcessor(_FromFields):
         return sizes.reshape(-1, 2).prod(axis=1)
 
     def _grid(self, image: Image.Image) -> tuple[int, int]:
-        width, height = image.size
-        if orientation(image) >= 5:  # the camera was held sideways
-            width, height = height, width
+        height, width = upright_size(image)
         unit, most = self.patch_size * self.merge, self.max_patches // self.merge**2
         h, w = max(1, round(height / unit)), max(1, round(width / unit))
         if h * w > most:
@@ -207,18 +249,8 @@ class ImageProcessor(_FromFields):
 
     def _pixels(self, image: Image.Image, grid: tuple[int, int]) -> np.ndarray:
         """Return pixels of the image resized to its grid, uint8 ``[height, width, channels]``."""
-        opened, stored = image.size, stored_as(image)
-        image.load()
-        if image.format == "TIFF" and image.size != opened:  # Pillow rotates it, and may have garbled it
-            raise ValueError(f"{image.size} pixels, of which its header says {opened}; save it upright")
-        if (turned := orientation(image)) in UPRIGHT:
-            image = image.transpose(UPRIGHT[turned])
-        if image.mode.startswith("I"):  # 16 bits, or 12 in a TIFF: convert() would clip instead of scaling
-            tags = getattr(image, "tag_v2", {258: (16,), 262: 1})  # bits, and 0 where 0 is white
-            values = np.asarray(image).astype(np.int64)
-            grey = (values >> tags[258][0] - 8).clip(0, 255).astype(np.uint8)
-            grey = grey if tags.get(262, 0) else 255 - grey
-            image = Image.fromarray(np.where(values == image.info.get("transparency"), np.uint8(255), grey))
+        stored = stored_as(image)
+        image = upright(image)
         image = on_white(image, stored).convert("RGB" if self.channels == 3 else "L")
         size = (grid[1] * self.patch_size, grid[0] * self.patch_size)
         if image.size != size:
@@ -330,21 +362,13 @@ class AudioProcessor(_FromFields):
         """Return log-mel frames of the resampled clip."""
         waveform, rate = waveform_of(path)
         frames = self._frames(path, len(waveform), rate)
-        _same(path, self.size_names, (frames,), sizes)
-        if rate != self.sampling_rate:
-            from scipy.signal import resample_poly
-
-            up, down = self._ratio(rate)
-            waveform = resample_poly(waveform, up, down)
+        same_sizes(path, self.size_names, (frames,), sizes)
+        waveform = at_rate(waveform, rate, self.sampling_rate)
         return log_mel(waveform, frames, self.sampling_rate, self.n_mels, self.hop_length, self.n_fft)
 
     def inner_rows(self, sizes: np.ndarray) -> np.ndarray:
         """Return half the frames, rounded up."""
         return (sizes.reshape(-1) + 1) // 2
-
-    def _ratio(self, rate: int) -> tuple[int, int]:
-        common = gcd(self.sampling_rate, rate)
-        return self.sampling_rate // common, rate // common
 
     def _frames(self, path: str | Path, samples: int, rate: int) -> int:
         if samples <= 0:
@@ -357,8 +381,7 @@ class AudioProcessor(_FromFields):
                 " positions (Whisper's 1500 end at 30 s)",
                 "too long",
             )
-        up, down = self._ratio(rate)
-        return max(1, ceil(samples * up / down) // self.hop_length)
+        return max(1, ceil(samples * self.sampling_rate / rate) // self.hop_length)
 
 
 def log_mel(
@@ -390,7 +413,8 @@ def _mel_filters(sampling_rate: int, n_mels: int, n_fft: int) -> np.ndarray:
     )
 
 
-def _same(path: str | Path, names: Sequence[str], sizes: Sizes, expected: Sizes | None) -> None:
+def same_sizes(path: str | Path, names: Sequence[str], sizes: Sizes, expected: Sizes | None) -> None:
+    """Raise DataError if a file no longer has the expected sizes."""
     if expected is not None and tuple(sizes) != tuple(int(size) for size in expected):
         raise DataError(
             f"{path}: {', '.join(names)} is {tuple(sizes)} but {tuple(int(s) for s in expected)} when it was indexed;"

@@ -1,0 +1,129 @@
+"""Make transformers' own processors from the files of a local folder, and tell apart what they make of an item."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hetero_strategy.data.chat_template import read_json
+from hetero_strategy.errors import ConfigError, require
+
+FILES = ("processor_config.json", "preprocessor_config.json")
+"""Files of a folder that describe its processor, in the order in which transformers reads them."""
+TILE = {"image": 3, "audio": 2}
+"""Dimensions of a tile: channels, height and width; or mel bands and frames."""
+MOST_NUMBERS = 16
+"""Most numbers of one name that a processor may give the model besides an item's values."""
+_TOKENIZERS = Lock()
+"""A lock, because several threads may not use a tokenizer at once."""
+
+
+class Values(NamedTuple):
+    """The values that a processor makes of one item."""
+
+    array: np.ndarray
+    """Rows, ``[R, feature]``; or tiles, ``[..., channels, height, width]`` or ``[..., bands, frames]``."""
+    tile: int
+    """Number of dimensions of a row or tile."""
+    columns: dict[str, tuple[int, ...]]
+    """Name -> numbers that the model is given with the values."""
+
+
+def parts_of(folder: Path, kind: str) -> tuple[Any, Any]:
+    """Make the processor of a folder's items, and its processor of texts with items; None if it has none."""
+    import transformers
+
+    def part(name: str) -> Any:
+        if "video" in name:
+            return None
+        auto = {"image_processor": "AutoImageProcessor", "tokenizer": "AutoTokenizer"}.get(name, "AutoFeatureExtractor")
+        options = {"backend": "pil"} if name == "image_processor" else {}
+        return getattr(transformers, auto).from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **options
+        )
+
+    try:
+        alone = part("image_processor" if kind == "image" else "feature_extractor")
+        whole = _whole(folder, part, kind, alone) if (folder / "tokenizer.json").is_file() else None
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        if "torchvision" in reason.lower():
+            require(
+                "torchvision", "vision", f"the processor in {folder}, which transformers has only with torchvision,"
+            )
+        raise ConfigError(f"{folder}: transformers cannot make its processor: {reason}") from None
+    return alone, whole
+
+
+def _whole(folder: Path, part: Callable[[str], Any], kind: str, alone: Any) -> Any:
+    """Make the processor of texts with items, without its part for videos, which needs torchvision."""
+    import transformers
+    from transformers.models.auto import processing_auto
+
+    names = [read_json(folder / file).get("processor_class") for file in (*FILES, "tokenizer_config.json")]
+    known: Any = processing_auto
+    names.append(known.PROCESSOR_MAPPING_NAMES.get(read_json(folder / "config.json").get("model_type")))
+    name = next(filter(None, names), None)
+    family = None if name is None else getattr(transformers, name, None)
+    if family is None:
+        return None
+
+    class Processor(family):  # type: ignore[misc, valid-type]
+        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+            return None if argument is None else super().check_argument_for_proper_class(name, argument)
+
+    own = "image_processor" if kind == "image" else "feature_extractor"
+    parts = [alone if name == own else part(name) for name in family.get_attributes()]
+    parts = [_locked(one) if isinstance(one, transformers.PreTrainedTokenizerBase) else one for one in parts]
+    whole = Processor.from_args_and_dict(parts, family.get_processor_dict(folder, local_files_only=True)[0])
+    return whole if getattr(whole, f"{kind}_token", None) is not None else None
+
+
+def _locked(tokenizer: Any) -> Any:
+    """Let one thread at a time tokenise."""
+    family = type(tokenizer)
+
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        with _TOKENIZERS:
+            return family.__call__(self, *arguments, **options)
+
+    tokenizer.__class__ = type(family.__name__, (family,), {"__call__": call})
+    return tokenizer
+
+
+def split(arrays: dict[str, np.ndarray], kind: str) -> Values:
+    """Tell the values of one item from the numbers beside them.
+
+    A mask over rows takes padding out; any other mask becomes the number of its ones.
+
+    Args:
+        kind: ``image`` or ``audio``.
+    """
+    floats = [name for name, array in arrays.items() if array.dtype.kind == "f"]
+    if not floats:
+        raise ConfigError(f"HFProcessor: no values among the processor's outputs {', '.join(arrays)}")
+    main = max(floats, key=lambda name: arrays[name].size)
+    values, columns = arrays.pop(main), dict[str, tuple[int, ...]]()
+    for name, array in arrays.items():
+        if "mask" in name and array.ndim < values.ndim and array.shape == values.shape[: array.ndim]:
+            values = values[array.astype(bool)]
+        elif "mask" in name:
+            ones = int(array.sum())
+            if not array.reshape(-1)[:ones].all():
+                raise ConfigError(
+                    f"HFProcessor: {name} hides parts of {main} that are not at its end; this is not built"
+                )
+            columns[name] = (ones,)
+        elif array.dtype.kind in "iu" and array.size <= MOST_NUMBERS:
+            columns[name] = tuple(array.reshape(-1).tolist())
+        else:
+            raise ConfigError(
+                f"HFProcessor: besides {main} the processor makes {name} {list(array.shape)}, which nothing reads; at"
+                f" most {MOST_NUMBERS} whole numbers of one name have a place in an item's sizes"
+            )
+    tile = TILE[kind]
+    return Values(values, tile if values.ndim > tile else 1, columns)
