@@ -16,18 +16,15 @@ import json
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from hetero_strategy import ragged
+from hetero_strategy.data.chat_items import ItemTokens
 from hetero_strategy.data.dataset_index import DatasetIndex as DatasetIndex
 from hetero_strategy.data.dataset_index import load_index
 from hetero_strategy.data.manifest import (
@@ -42,20 +39,14 @@ from hetero_strategy.data.manifest import (
     parse_manifests,
     write_list,
 )
+from hetero_strategy.data.measured_files import CHUNK, Measured, Verify, measured_files, progress_bar
 from hetero_strategy.data.media import of_items, too_long
-from hetero_strategy.data.media_file import shortened
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
 from hetero_strategy.model.kind import Media, TargetProcessor
 
-VERSION = 10
+VERSION = 11
 """Increased whenever ids, masks, the arrays or a processor's rows change meaning."""
-DECODE_LIMIT = 20_000
-"""``verify="auto"`` decodes every file if there are at most this many."""
-
-Verify = Literal["auto", "header", "decode"]
-CHUNK = 2048
-"""Samples that are tokenised at once."""
 ARRAY_HEADER = 128
 """Bytes of a ``.npy`` file besides its numbers."""
 
@@ -137,11 +128,12 @@ def build_index(
         drawn = [p.field for p in processors.values() if isinstance(p, TargetProcessor)]
         for field in drawn:
             tokenizer.placeholder_id(field, seen=True)
+        tokens = _tokens(tokenizer, processors, measure)
         fields = [processor.field for processor in processors.values()]
         samples = parse_manifests(faults, fields, answers, folders=folders, drawn=drawn, leave_out=leave_out)
-        measured = _measure(samples, processors, folder, verify, faults, progress) if measure else None
+        measured = measured_files(samples, processors, folder, verify, faults, progress) if measure else None
         most = most_rows if skip else None
-        arrays = _arrays(samples, tokenizer, processors, measured, max_tokens, faults, progress, most)
+        arrays = _arrays(samples, tokenizer, processors, measured, max_tokens, faults, progress, tokens, most)
         kept, skipped = len(arrays["labels"]), counts(faults.messages)
         target = target if skipped else whole  # without faults an index serves both
         listed = write_list(target, paths, faults.messages)
@@ -200,60 +192,6 @@ def _check(manifests: Sequence[Path], processors: Mapping[str, Media], verify: s
             raise DataError(f"{manifest}: manifest is missing; check the path, or write it first")
 
 
-Measured = Mapping[tuple[str, str], tuple[tuple[int, ...], int]]
-"""(field, path) -> (sizes, rows) of a file."""
-
-
-def _measure(
-    samples: Sequence[Sample],
-    processors: Mapping[str, Media],
-    folder: Path,
-    verify: Verify,
-    faults: Faults,
-    progress: bool,
-) -> Measured:
-    """Measure every file.
-
-    It uses threads, not processes: decoders release the GIL, and forking with process groups and CUDA is not safe.
-    """
-    distinct = dict.fromkeys((f, name) for s in samples for f, names in s.items.items() for name in names)
-    by_field = {processor.field: processor for processor in processors.values()}
-    decode = verify == "decode" or (verify == "auto" and len(distinct) <= DECODE_LIMIT)
-
-    odd: list[str] = []
-
-    def read(file: tuple[str, str]) -> tuple[tuple[int, ...], int] | Exception:
-        field, name = file
-        try:
-            size = by_field[field].measure(folder / name)
-            if decode and isinstance(warning := by_field[field].check(folder / name), str):
-                odd.append(f"{folder / name}: {warning}")
-            return size
-        except (DataError, OSError) as error:
-            return error
-
-    measured, unread = {}, dict[tuple[str, str], Exception]()
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        rest = iter(distinct)
-        while files := list(islice(rest, CHUNK * 16)):  # bounded, as ``map`` would queue a future per file at once
-            label = "check media" if decode else "measure media"
-            for file, result in zip(files, _bar(pool.map(read, files), label, len(files), progress), strict=True):
-                if isinstance(result, Exception):
-                    unread[file] = result
-                else:
-                    measured[file] = result
-    if odd:
-        more = f" (and {len(odd) - 1} more files like it)" if len(odd) > 1 else ""
-        warnings.warn(f"{min(odd)}{more}", stacklevel=2)
-    for sample in samples if unread else ():
-        for file in dict.fromkeys((f, name) for f, names in sample.items.items() for name in names):
-            if (error := unread.get(file)) is not None:
-                kind = error.kind if isinstance(error, DataError) else "cannot be opened"
-                text = f"sample '{sample.id}': {error}"
-                faults.add(sample.position, text, sample=sample.id, kind=kind, file=shortened(file[1]))
-    return measured
-
-
 def _arrays(
     samples: Sequence[Sample],
     tokenizer: ChatTokenizer,
@@ -262,6 +200,7 @@ def _arrays(
     max_tokens: int | None,
     faults: Faults,
     progress: bool,
+    tokens: Mapping[str, ItemTokens],
     most_rows: Mapping[str, int] | None = None,
 ) -> dict[str, np.ndarray]:
     kept: list[Sample] = []
@@ -269,16 +208,19 @@ def _arrays(
         samples = [s for s in samples if all((f, name) in measured for f, names in s.items.items() for name in names)]
     ids, loss = bytearray(), bytearray()  # they grow in place, so that there is never a second copy of all tokens
     lengths, labels = list[int](), list[int]()
-    starts = {name: [np.zeros(0, np.int64)] for name in processors}
-    for chunk in _bar(range(0, len(samples), CHUNK), "tokenise", None, progress):
+    by_field = {processor.field: processor for processor in processors.values()}
+    runs, items = {name: [np.zeros((0, 3), np.int64)] for name in processors}, dict.fromkeys(processors, 0)
+    for chunk in progress_bar(range(0, len(samples), CHUNK), "tokenise", None, progress):
         batch = samples[chunk : chunk + CHUNK]
         rows = [
             {f: [1 if measured is None else measured[f, name][1] for name in names] for f, names in s.items.items()}
             for s in batch
         ]
+        written = rows if measured is None else [_written(s, by_field, measured, tokens) for s in batch]
+        here = {name: runs[name][:1] for name in processors}
         refused: dict[int, str] = {}
         variables = [s.variables for s in batch]
-        encodings = tokenizer.encode_batch([s.turns for s in batch], rows, refused.__setitem__, variables)
+        encodings = tokenizer.encode_batch([s.turns for s in batch], written, refused.__setitem__, variables, tokens)
         for number, (sample, encoded) in enumerate(zip(batch, encodings, strict=True)):
             count, kind, fault = len(encoded.ids), "too long", ""
             if max_tokens is not None and count > max_tokens:
@@ -299,8 +241,11 @@ def _arrays(
             labels.append(int(encoded.loss.sum()))
             faults.unlearnt += encoded.unlearnt
             for name, processor in processors.items():
-                if processor.field in encoded.starts:
-                    starts[name].append(encoded.starts[processor.field])
+                if processor.field in encoded.runs:
+                    here[name].append(encoded.runs[processor.field] + [items[name], 0, 0])
+                    items[name] += len(rows[number][processor.field])
+        for name, parts in here.items():
+            runs[name].append(np.concatenate(parts))  # an array per sample would take more memory
     samples = kept
     arrays = {
         "ids": np.frombuffer(ids, np.int32),
@@ -314,12 +259,12 @@ def _arrays(
         names = [name for sample in samples for name in sample.items.get(processor.field, ())]
         columns = {
             "sample": np.repeat(np.arange(len(samples), dtype=np.int64), counts),
-            "start": np.concatenate(starts[module]),
             "offsets": ragged.offsets(counts),
             **_strings("paths", names),
         }
+        files = [(None, 1) if measured is None else measured[processor.field, name] for name in names]
+        columns |= _placed(module, names, np.array([rows for _, rows in files], np.int64), np.concatenate(runs[module]))
         if measured is not None:
-            files = [measured[processor.field, name] for name in names]
             sizes = np.array([sizes for sizes, _ in files], np.int64).reshape(-1, len(processor.size_names))
             columns |= {
                 "sizes": sizes,
@@ -330,6 +275,57 @@ def _arrays(
                 columns["targets"] = processor.target_elements(sizes)
         arrays |= {f"items{number}.{column}": values for column, values in columns.items()}
     return arrays
+
+
+def _placed(module: str, names: Sequence[str], rows: np.ndarray, runs: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the columns that say where items lie in their samples.
+
+    Args:
+        names: files of the items.
+        rows: rows of the items, int64 ``[n]``.
+        runs: item, start and rows of each run, int64 ``[r, 3]``, by item.
+
+    Raises:
+        ConfigError: the runs of an item do not have its rows, or it has none.
+    """
+    item, start, run_rows = np.ascontiguousarray(runs.T)
+    counted = np.bincount(item, minlength=len(names)).astype(np.int64)
+    there = np.bincount(item, run_rows, len(names)).astype(np.int64)
+    if (odd := np.flatnonzero((counted == 0) | (there != rows))).size:
+        raise ConfigError(
+            f"processor of '{module}': {names[odd[0]]} has {rows[odd[0]]} rows, but its text has places for"
+            f" {there[odd[0]]} ({odd.size} such items); its measure() and written() must agree"
+        )
+    columns = {"start": start[ragged.starts(counted)]}
+    if (counted > 1).any():  # else an item is one run, from its start on
+        columns |= {"run_offsets": ragged.offsets(counted), "run_start": start, "run_rows": run_rows}
+    return columns
+
+
+def _tokens(tokenizer: ChatTokenizer, processors: Mapping[str, Any], measure: bool) -> dict[str, ItemTokens]:
+    """Return media field -> tokens of its items, for processors that write texts around or between rows."""
+    writers = {p.field: p for p in processors.values() if getattr(p, "placeholder", None) is not None}
+    tokens = {field: ItemTokens(p.placeholder, p.row_token, getattr(p, "kind", field)) for field, p in writers.items()}
+    tokenizer.check_items(tokens, {field: processor.row_id for field, processor in writers.items()})
+    for field, processor in writers.items():
+        if not measure and processor.writes_text:
+            raise ConfigError(
+                f"the processor of {field} writes tokens around rows, which depend on sizes that payload='all_to_all'"
+                " does not know when texts are tokenised; use payload='fetch'"
+            )
+    return tokens
+
+
+def _written(
+    sample: Sample, processors: Mapping[str, Any], measured: Measured, tokens: Mapping[str, ItemTokens]
+) -> dict[str, list[Any]]:
+    """Return media field -> rows of each item of a sample, or what its processor writes for it."""
+
+    def one(field: str, name: str) -> Any:
+        sizes, rows = measured[field, name]
+        return processors[field].written(sizes) if field in tokens else rows
+
+    return {field: [one(field, name) for name in names] for field, names in sample.items.items()}
 
 
 def _beyond(
@@ -423,7 +419,3 @@ def _strings(name: str, texts: Sequence[str]) -> dict[str, np.ndarray]:
     data = np.frombuffer(b"".join(encoded), np.uint8)
     lengths = np.array([len(text) for text in encoded], np.int64)
     return {f"{name}.data": data, f"{name}.offsets": ragged.offsets(lengths)}
-
-
-def _bar(work: Any, what: str, total: int | None, progress: bool) -> Any:
-    return tqdm(work, desc=what, total=total, disable=not progress, leave=False, delay=1.0)

@@ -31,8 +31,10 @@ ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"
 """Role in a manifest -> role in a template."""
 DAY = datetime(2024, 7, 26)
 """The date that every template sees: token ids must not depend on the day on which a data set is indexed."""
-_SPACE = "\u2003"  # a blank that no template writes; it is missing where a template trims
-_MARK = re.compile(f"({_SPACE}?)\ue000(\\d+)\ue001({_SPACE}?)")
+SPACE = "\u2003"
+"""A blank that no template writes; it is missing where a template trims."""
+_MARK = re.compile(f"({SPACE}?)\ue000(\\d+)\ue001({SPACE}?)")
+NONE: Mapping[int, list[dict[str, str]]] = {}
 _ENDLESS = (
     "the chat template writes no token of its own right behind an answer, so a model would not learn to end it; use a"
     " template that does"
@@ -75,6 +77,9 @@ class ChatTemplate:
 
     def __init__(self, source: str, added: Mapping[str, bool], variables: Mapping[str, Any]) -> None:
         self.source, self._made_of = source, (source, added, variables)
+        self.items: dict[str, str] = {}
+        """Kind of items -> text that the template writes for an item, as far as it is known."""
+        self._names = [*added]
         self._variables = {"add_generation_prompt": False, "tools": None, "documents": None, **variables}
         self._tokens, self._specials = _any_of(added), _any_of([token for token, special in added.items() if special])
         environment = ImmutableSandboxedEnvironment(
@@ -103,7 +108,7 @@ class ChatTemplate:
         """
         talk = _Talk(self, turns, variables or {})
         talk.check_extra()
-        marks = [f"{_SPACE}\ue000{number}\ue001{_SPACE}" if turn.text else "" for number, turn in enumerate(turns)]
+        marks = [f"{SPACE}\ue000{number}\ue001{SPACE}" if turn.text else "" for number, turn in enumerate(turns)]
         around = _MARK.split(talk.rendered(marks))
         numbers, expected = list(map(int, around[2::4])), [number for number, mark in enumerate(marks) if mark]
         if numbers != expected:
@@ -145,15 +150,26 @@ class ChatTemplate:
         except DataError:
             return False
 
-    def rendered(self, turns: Sequence[Turn], **variables: Any) -> str:
-        """Return the template's text for some turns."""
+    def token_mark(self, token: str) -> str:
+        """Return a mark for a token in a turn's text, where the token itself would be text; see :meth:`token_of`."""
+        return f"\ufdd2{self._names.index(token)}\ufdd3"
+
+    def token_of(self, mark: str) -> str:
+        """Return the token whose mark has this number."""
+        return self._names[int(mark)]
+
+    def rendered(
+        self, turns: Sequence[Turn], parts: Mapping[int, list[dict[str, str]]] = NONE, **variables: Any
+    ) -> str:
+        """Return the template's text for some turns.
+
+        Args:
+            parts: number of a turn -> its content as a list of parts, in place of its text.
+        """
+        contents = [[{"type": "text", "text": turn.text}] if self._lists else turn.text for turn in turns]
         messages = [
-            {
-                **turn.extra,
-                "role": ROLES.get(turn.role, turn.role),
-                "content": [{"type": "text", "text": turn.text}] if self._lists else turn.text,
-            }
-            for turn in turns
+            {**turn.extra, "role": ROLES.get(turn.role, turn.role), "content": parts.get(number, content)}
+            for number, (turn, content) in enumerate(zip(turns, contents, strict=True))
         ]
         try:
             return self._template.render(messages=messages, **{**self._variables, **variables})

@@ -66,6 +66,8 @@ def item_mark(media_field: str) -> str:
 
 
 ITEM_MARK = re.compile("\ufdd0([^\ufdd1]*)\ufdd1")
+MARKS = re.compile("\ufdd0([^\ufdd1]*)\ufdd1|\ufdd2(\\d+)\ufdd3")
+"""Mark of an item, or of a token that a chat template writes into a turn."""
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,21 @@ class ItemTable:
     """Paths, relative to the data set's ``media_folder`` or absolute."""
     targets: np.ndarray | None = None
     """Elements that a generator's loss counts, int64 ``[n]``; None for an encoder."""
+    run_offsets: np.ndarray | None = None
+    """Item ``i`` has the runs ``run_offsets[i] : run_offsets[i + 1]``, int64 ``[n + 1]``; None: each has one."""
+    run_start: np.ndarray | None = None
+    """Position of each run's first row in the sample's token sequence, int64 ``[r]``."""
+    run_rows: np.ndarray | None = None
+    """Rows of each run, int64 ``[r]``."""
+
+    def runs(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the runs of some items, int64 ``[r]``: the place in ``numbers`` of its item, its start, its rows."""
+        item = np.arange(len(numbers), dtype=np.int64)
+        if self.run_offsets is None or self.run_start is None or self.run_rows is None:
+            return item, np.asarray(self.start[numbers]), np.asarray(self.rows[numbers])
+        count = np.asarray(self.run_offsets[numbers + 1] - self.run_offsets[numbers])
+        runs = ragged.expand(np.asarray(self.run_offsets[numbers]), count)
+        return np.repeat(item, count), np.asarray(self.run_start[runs]), np.asarray(self.run_rows[runs])
 
 
 @dataclass(frozen=True)
@@ -140,8 +155,8 @@ def load_index(folder: Path, media_folder: Path) -> DatasetIndex:
     tables = {}
     for number, module in enumerate(header["modules"]):
         names = ["sample", "start", "offsets"] + (["sizes", "rows", "inner_rows"] if measured else [])
-        if (folder / f"items{number}.targets.npy").is_file():
-            names.append("targets")
+        some = ("targets", "run_offsets", "run_start", "run_rows")
+        names += [column for column in some if (folder / f"items{number}.{column}.npy").is_file()]
         columns = {column: array(f"items{number}.{column}") for column in names}
         if not measured:
             zero, one, count = np.int64(0), np.int64(1), len(columns["sample"])

@@ -66,6 +66,11 @@ def fingerprint(encoder: Encoder, processor: Processor) -> dict[str, Any]:
     """Return everything that the rows of an encoder's backbone depend on, except weights and dtype."""
     if option := next((name for name in ("before", "after") if getattr(encoder, name) is not None), ""):
         raise ConfigError(f"encoded rows: the encoder has {option}=, which may read values or sizes; leave it out")
+    if (token := getattr(processor, "placeholder", None)) is not None:
+        raise ConfigError(
+            f"encoded rows: texts have what the processor writes for an item, such as {token}, and stored rows do not"
+            " say what; give the processor output_rows=, or leave the backbone in the model"
+        )
     backbone, weights = encoder.meta_copy().backbone, encoder.hf_weights()
     config = {} if weights is None else dict(weights.config)
     for said_elsewhere in ("dtype", "transformers_version"):

@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
+from hetero_strategy.data.chat_items import ItemTokens, check_plain, with_items, without_dropped
 from hetero_strategy.data.chat_template import ChatTemplate, Conversed, Written, read_json, read_template
-from hetero_strategy.data.conversation import ITEM_MARK, SAID, Turn, placeholder
+from hetero_strategy.data.conversation import MARKS, SAID, Turn, placeholder
 from hetero_strategy.errors import ConfigError, DataError
 
 USUAL = {
@@ -45,6 +46,10 @@ THINKING = re.compile("think|thought|reason(ing)?[^a-z]", re.IGNORECASE)
 """Special tokens that stand around reasoning: ``<think>``, ``[THINK]``, ``<|START_THINKING|>`` and the like."""
 
 
+Rows = int | Sequence[str | int]
+"""Rows of an item; or what is written for it: texts and numbers of rows, in turn, of which a text is the last."""
+
+
 class Encoded(NamedTuple):
     """A tokenised sample of T tokens."""
 
@@ -54,6 +59,9 @@ class Encoded(NamedTuple):
     """Whether each token is to be predicted, bool ``[T]``; the first one never is."""
     starts: dict[str, np.ndarray]
     """Media field -> position of each item's first row, int64 ``[items]``."""
+    runs: dict[str, np.ndarray]
+    """Media field -> runs of rows of its items: number of the item, position of the first row, rows; int64 ``[r, 3]``.
+    """
     unlearnt: int = 0
     """Number of answers without a loss, because the chat template removes text from them."""
 
@@ -106,6 +114,8 @@ class ChatTokenizer:
         self.eos_id = self._special("eos", self.eos)
         for field in self._placeholders:
             self.placeholder_id(field)
+        names = sorted((t.content for t in self.tokenizer.get_added_tokens_decoder().values()), key=len, reverse=True)
+        self._specials = re.compile("(" + "|".join(map(re.escape, names)) + ")" if names else "(?!)")
         self._template: ChatTemplate | None = None
         self._variables: dict[str, str] = {}
         self._added: list[int] = []
@@ -146,6 +156,24 @@ class ChatTokenizer:
             return self.eos_id
         return self._special(f"placeholders['{media_field}']", token)
 
+    def check_items(self, tokens: Mapping[str, ItemTokens], ids: Mapping[str, int]) -> None:
+        """Refuse items whose row token this tokenizer does not have, or whose markers would be left out.
+
+        Args:
+            tokens: media field -> tokens of its items.
+            ids: media field -> id of its row token in the folder of its processor.
+        """
+        for field, token in tokens.items():
+            number = self.tokenizer.token_to_id(token.row)
+            if number != ids[field]:
+                raise ConfigError(
+                    f"tokenizer: {self.path}: the processor of {field} fills rows with {token.row!r}, which is token"
+                    f" {ids[field]} there and {'none' if number is None else number} here; use the tokenizer in the"
+                    " processor's folder"
+                )
+        if self._template is None:
+            check_plain(self.path.parent, tokens)
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Turn ids back into text without special tokens."""
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -153,9 +181,10 @@ class ChatTokenizer:
     def encode_batch(
         self,
         conversations: Sequence[Sequence[Turn]],
-        rows: Sequence[Mapping[str, Sequence[int]]],
+        rows: Sequence[Mapping[str, Sequence[Rows]]],
         fault: Callable[[int, str], None] | None = None,
         variables: Sequence[Mapping[str, Any]] | None = None,
+        tokens: Mapping[str, ItemTokens] | None = None,
     ) -> list[Encoded]:
         """Tokenise conversations.
 
@@ -165,17 +194,25 @@ class ChatTokenizer:
             fault: called with the number of a conversation that cannot be written, and the reason; the conversation
                 then has no tokens. None: raise the error.
             variables: for each sample, values besides its turns that the chat template reads, such as ``tools``.
+            tokens: media field -> tokens of its items, besides those that ``placeholders`` names.
+
+        Raises:
+            ConfigError: the chat template writes markers around items of a field without tokens.
         """
+        known = {field: ItemTokens(token, token, field) for field, token in self._placeholders.items()} | dict(
+            tokens or {}
+        )
+        fills = {field: self._special(f"rows of {field}", token.row) for field, token in known.items()}
         parts, unlearnt = [], []
         for number, turns in enumerate(conversations):
             try:
-                written = self._written(turns, variables[number] if variables else {})
+                written = self._written(turns, variables[number] if variables else {}, known)
             except DataError as error:
                 if fault is None:
                     raise
                 fault(number, str(error))
                 written = Conversed([], 0)
-            parts.append(self._parts(written.pieces))
+            parts.append(self._parts(written.pieces, rows[number]))
             unlearnt.append(written.unlearnt)
         texts = [text for sample in parts for kind, text, _ in sample if kind == "text"]
         encodings = self._encodings(texts)
@@ -188,6 +225,7 @@ class ChatTokenizer:
             ids: list[int] = []
             loss: list[bool] = []
             starts: dict[str, list[int]] = {name: [] for name in fields}
+            runs: dict[str, list[tuple[int, int, int]]] = {name: [] for name in fields}
             for place, (kind, value, learn) in enumerate(sample):
                 if kind == "whole":
                     whole, first = next(wholes), int(place > 0 and self._before != "")
@@ -199,14 +237,17 @@ class ChatTokenizer:
                 elif kind == "token":
                     new = [self._special("special token", value)]
                 else:
-                    new = [self.placeholder_id(value)] * int(fields[value][len(starts[value])])
-                    starts[value].append(len(ids))
+                    field, count, begins = value
+                    new = [fills[field] if field in fills else self.placeholder_id(field)] * count
+                    starts[field] += [len(ids)] * begins
+                    runs[field].append((len(starts[field]) - 1, len(ids), count))
                 ids += new
                 loss += [learn] * len(new)
             mask = np.array(loss, bool)
             mask[:1] = False  # nothing comes before the first token, so nothing can predict it
             arrays = {name: np.array(start, np.int64) for name, start in starts.items()}
-            encoded.append(Encoded(np.array(ids, np.int32), mask, arrays, left))
+            tables = {name: np.array(run, np.int64).reshape(-1, 3) for name, run in runs.items()}
+            encoded.append(Encoded(np.array(ids, np.int32), mask, arrays, tables, left))
         return encoded
 
     def _encodings(self, texts: Sequence[str]) -> Iterator[Encoding]:
@@ -218,9 +259,12 @@ class ChatTokenizer:
                 " its vocabulary, such as WordLevel({'<unk>': 0, ...}, '<unk>')"
             ) from None
 
-    def _written(self, turns: Sequence[Turn], variables: Mapping[str, Any]) -> Conversed:
+    def _written(
+        self, turns: Sequence[Turn], variables: Mapping[str, Any], tokens: Mapping[str, ItemTokens]
+    ) -> Conversed:
         if self._template is not None:
-            return self._template.written(turns, variables)
+            written = self._template.written(with_items(self._template, turns, tokens, variables), variables)
+            return written._replace(pieces=without_dropped(written.pieces))
         keys = [key for turn in turns for key in SAID if key in turn.extra] + [*variables]
         keys += [f"role {turn.role}" for turn in turns if turn.role == "tool"]
         if keys:
@@ -230,22 +274,37 @@ class ChatTokenizer:
             )
         return Conversed(self._plain(turns), 0)
 
-    def _parts(self, pieces: Sequence[Written]) -> list[tuple[str, str, Any]]:
-        """Return pieces as triples (``text``, ``token`` or ``item``; the text, token or field; whether it is learnt).
+    def _parts(self, pieces: Sequence[Written], rows: Mapping[str, Sequence[Rows]]) -> list[tuple[str, Any, Any]]:
+        """Return pieces as triples (``text`` or ``token``; it; whether it is learnt), and a triple (``item``; field,
+        rows and whether they are the item's first; False) for each run of an item's rows.
 
         If text is tokenised as a whole, (``whole``; the text with its tokens; spans of learnt characters) replaces
         texts and tokens.
         """
-        parts: list[tuple[str, str, Any]] = []
+        parts: list[tuple[str, Any, Any]] = []
+        rest = {field: iter(items) for field, items in rows.items()}
         for text, token, learn in pieces:
-            for place, piece in enumerate(ITEM_MARK.split(text)):
-                if place % 2:
-                    parts.append(("item", piece, False))
-                elif piece:
+            for place, piece in enumerate(MARKS.split(text)):
+                if place % 3 == 0 and piece:
                     parts.append(("token" if token else "text", piece, learn))
+                elif place % 3 == 1 and piece is not None:
+                    parts += self._item(piece, next(rest[piece]))
+                elif place % 3 == 2 and piece is not None and self._template is not None:
+                    parts.append(("token", self._template.token_of(piece), learn))
         if self._template is None or any(kind == "text" and self._template.looks_special(t) for kind, t, _ in parts):
             return parts
         return _as_wholes(parts, self._before)
+
+    def _item(self, field: str, rows: Rows) -> Iterator[tuple[str, Any, bool]]:
+        """Yield the parts of one item, which has a run even if that has no rows, as later items are counted by runs."""
+        parts = ("", rows) if isinstance(rows, int | np.integer) else rows
+        for place, part in enumerate((*parts, 0)[: max(2, len(parts))]):
+            if place % 2:
+                yield "item", (field, int(part), place == 1), False
+                continue
+            for number, piece in enumerate(self._specials.split(str(part))):
+                if piece:
+                    yield "token" if number % 2 else "text", piece, False
 
     def _learnt(self, encoding: Encoding, text: str, spans: Sequence[tuple[int, int]]) -> list[bool]:
         """Return whether each token has any character of the spans; an added token's blanks do not count."""

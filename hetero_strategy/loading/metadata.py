@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Int64
 
 from hetero_strategy import ragged
-from hetero_strategy.data.dataset_index import DatasetIndex
+from hetero_strategy.data.dataset_index import DatasetIndex, ItemTable
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.kind import ModuleKind
-from hetero_strategy.plan.step_plan import StepItems, StepMetadata
+from hetero_strategy.plan.step_plan import StepItems, StepMetadata, UnitRuns
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,33 @@ def step_metadata(
     for module, table in index.items.items():
         numbers = index.item_numbers(module, samples)
         source, these = (table, numbers) if measured is None else (measured[module], slice(None))
+        sample = np.repeat(np.arange(len(samples), dtype=np.int64), index.counts(module, samples))
         items[module] = StepItems(
-            sample=np.repeat(np.arange(len(samples), dtype=np.int64), index.counts(module, samples)),
+            sample=sample,
             edge_rows=np.asarray(source.rows[these]),
             start=np.asarray(table.start[numbers]),
             inner_rows=np.asarray(source.inner_rows[these]),
             targets=None if source.targets is None else np.asarray(source.targets[these]),
+            placed=_placed(table, numbers, sample),
         )
     if measured is not None:
         tokens, items = expanded(tokens, items, {module: sizes.read for module, sizes in measured.items()})
     return StepMetadata(epoch, step, samples, tokens, labels, items)
+
+
+def _placed(table: ItemTable, numbers: np.ndarray, sample: np.ndarray) -> UnitRuns | None:
+    """Return the runs of some items' rows in their samples; None if every item is one run.
+
+    For example, an item of 4 and 3 rows with two tokens between them, at the start of sample 0::
+
+        source [0, 0]    source_start [0, 4]    target [0, 0]    target_start [0, 6]    rows [4, 3]
+    """
+    if table.run_offsets is None:
+        return None
+    item, start, rows = table.runs(numbers)
+    ahead = ragged.starts(rows)
+    first = ragged.starts(np.bincount(item, rows, len(numbers)).astype(np.int64))
+    return UnitRuns(item, ahead - first[item], sample[item], start, rows)
 
 
 def with_own_units(

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from lightning.fabric.utilities import rank_zero_info
 
-from hetero_strategy.data.build_index import Verify
 from hetero_strategy.data.conversation import MEDIA_FIELDS, SHOWN
 from hetero_strategy.data.dataset_index import DatasetIndex
 from hetero_strategy.data.manifest import in_words, list_path
+from hetero_strategy.data.measured_files import Verify
 from hetero_strategy.errors import ConfigError, DataError, check_types, hint, is_whole, require
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import CausalLM

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from typing import Any, Literal
 
@@ -18,14 +18,23 @@ import torch
 from torch.utils.data import Dataset
 
 from hetero_strategy.data.dataset_index import DatasetIndex
-from hetero_strategy.data.media import zero_rows
+from hetero_strategy.data.media import raw_rows, zero_rows
 from hetero_strategy.errors import ConfigError, DataError, is_whole
 from hetero_strategy.layout.spec import Placement
 from hetero_strategy.loading.batch import Batch, LoadTimes
 from hetero_strategy.loading.metadata import step_metadata, with_own_units
 from hetero_strategy.model.context import in_context
 from hetero_strategy.model.inputs import ModuleInputs
-from hetero_strategy.model.kind import Content, InstanceUnits, Items, Media, ModuleKind, Processor, TargetProcessor
+from hetero_strategy.model.kind import (
+    Content,
+    InstanceUnits,
+    Items,
+    Media,
+    ModuleKind,
+    PlacedItems,
+    Processor,
+    TargetProcessor,
+)
 from hetero_strategy.plan.packing import levelled
 from hetero_strategy.plan.plan_step import ResolvedBalance, plan_step
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan, edge_blocks, slots
@@ -244,6 +253,7 @@ class StepDataset(Dataset[Batch]):
 
     def inputs(self, plan: StepPlan, content: Content) -> dict[str, tuple[ModuleInputs | None, ...]]:
         """Make the inputs of this rank, by module and microbatch."""
+        content = replace(content, placed=partial(self._placed, plan.metadata, content.items))
         return {
             module: tuple(
                 None if assignment.idle else self._inputs(plan, module, number, instance, content, alike)
@@ -277,6 +287,28 @@ class StepDataset(Dataset[Batch]):
             inputs = in_context(inputs, *self.share.cp[module])
         return inputs if self.compute_dtype is None else inputs.narrowed(self.compute_dtype)
 
+    def _placed(
+        self, metadata: StepMetadata, items: Callable[[str, np.ndarray], Items], samples: np.ndarray
+    ) -> list[PlacedItems]:
+        """Return the items of every encoder in some samples of the step."""
+        of_sample = np.full(len(metadata.samples), -1)
+        of_sample[samples] = np.arange(len(samples))
+        placed = []
+        for name, processor in self.processors.items():
+            if isinstance(processor, TargetProcessor):
+                continue
+            table = metadata.items[name]
+            sample = of_sample[table.sample]
+            order = np.lexsort((table.start, sample))[np.count_nonzero(sample < 0) :]
+            start, rows = table.start[order], table.edge_rows[order]
+            if (runs := table.placed) is not None:
+                of_run = of_sample[runs.target]
+                these = np.lexsort((runs.target_start, of_run))[np.count_nonzero(of_run < 0) :]
+                order, start, rows = runs.source[these], runs.target_start[these], runs.rows[these]
+            places = sample[order], items(name, order).sizes, start, rows
+            placed.append(PlacedItems(name, processor.field, processor.size_names, *places))
+        return placed
+
     def _slots(self, plan: StepPlan, number: int, target: str, instance: int) -> dict[Hashable, torch.Tensor]:
         """Return (source, its microbatch) -> rows of the instance that it fills; empty if the program says it."""
         if self.compiler is not None:
@@ -308,7 +340,7 @@ class Reader:
 
         Args:
             item: number in the module's item table.
-            sizes: sizes in the index, int64 ``[k]``; their product is R.
+            sizes: sizes in the index, int64 ``[k]``, of R raw rows.
         """
         processor = self._processors[module]
         try:
@@ -319,7 +351,7 @@ class Reader:
             if self._on_error == "stop":
                 raise DataError(f"{message}; mend the file, or train without such samples: on_error='skip'") from None
             self.failed.setdefault(sample, message)
-            return zero_rows(processor, int(sizes.prod()))
+            return zero_rows(processor, raw_rows(processor, sizes))
 
 
 def fetched(index: DatasetIndex, samples: np.ndarray, reader: Reader) -> Content:

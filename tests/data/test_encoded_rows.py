@@ -202,6 +202,11 @@ def test_what_cannot_be_encoded_is_refused(pictures: list[Path], tmp_path: Path)
     same = lambda inputs: inputs  # noqa: E731
     with pytest.raises(ConfigError, match="the encoder has before=, which may read values or sizes; leave it out"):
         encode_rows(model_of(encoder(before=same)), "vision", PROCESSOR, pictures, tmp_path)
+    marked = type("Marked", (ImageProcessor,), {"placeholder": "<|image_pad|>"})()
+    with pytest.raises(
+        ConfigError, match=r"writes for an item, such as <\|image_pad\|>, .* give the processor output_rows="
+    ):
+        encode_rows(model_of(encoder()), "vision", marked, pictures, tmp_path)
     with pytest.raises(ConfigError, match="encoded names 'llm', which is no encoder; the modules are"):
         encode_rows(model_of(encoder()), "llm", PROCESSOR, pictures, tmp_path)
     with pytest.raises(DataError, match=f"{tmp_path} has no encoded rows; run python -m recipes.encode"):

@@ -16,6 +16,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, processors
 
 from hetero_strategy.data import build_index as index_room
+from hetero_strategy.data import measured_files as files_room
 from hetero_strategy.data.build_index import VERSION, DatasetIndex, build_index
 from hetero_strategy.data.conversation import Turn, item_mark
 from hetero_strategy.data.manifest import Faults, parse_manifests
@@ -45,13 +46,13 @@ def test_tokens_are_in_memory_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     class Tokenizer:
         def encode_batch(self, turns: list[Any], rows: list[Any], *rest: Any) -> list[Encoded]:
-            return [Encoded(np.arange(each, dtype=np.int32), np.ones(each, bool), {}) for _ in turns]
+            return [Encoded(np.arange(each, dtype=np.int32), np.ones(each, bool), {}, {}) for _ in turns]
 
     path = write_manifest(tmp_path, *(entry(str(number), "q") for number in range(count)))
     faults = Faults([path])
     samples = parse_manifests(faults, [], True)
     tracemalloc.start()
-    arrays = index_room._arrays(samples, Tokenizer(), {}, None, None, faults, False)  # type: ignore[arg-type]
+    arrays = index_room._arrays(samples, Tokenizer(), {}, None, None, faults, False, {})  # type: ignore[arg-type]
     index_room._write(tmp_path / "index", arrays, {})
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -186,8 +187,8 @@ def test_cached_until_something_changes(digits: Path, tmp_path: Path, monkeypatc
     folder = write_digits(tmp_path / "d", train=8, val=4, progress=False)
     first = build(folder / "val.json", folder)
     built = []
-    original = index_room._measure
-    monkeypatch.setattr(index_room, "_measure", lambda *a: built.append(1) or original(*a))
+    original = index_room.measured_files
+    monkeypatch.setattr(index_room, "measured_files", lambda *a: built.append(1) or original(*a))
     assert build(folder / "val.json", folder).folder == first.folder and not built
     other = build_index(
         folder / "val.json",
@@ -304,7 +305,7 @@ def test_headers_only_misses_a_cut_file_by_choice(
     for options in ({"verify": "decode"}, {"verify": "auto"}):
         with pytest.raises(DataError, match=r"'x': .*a\.png: not a readable image"):
             build(manifest, digits, **options)
-    monkeypatch.setattr(index_room, "DECODE_LIMIT", 0)
+    monkeypatch.setattr(files_room, "DECODE_LIMIT", 0)
     assert len(build(manifest, digits, verify="auto")) == 1
 
 
@@ -339,7 +340,7 @@ def test_refusals(digits: Path, tmp_path: Path) -> None:
 
 
 IMAGE, AUDIO = item_mark("image"), item_mark("audio")
-PINNED = (10, "872ae424bb9bfd48527a")
+PINNED = (11, "872ae424bb9bfd48527a")
 """The version, and what the conversations below have given since."""
 TEMPLATES = (
     None,

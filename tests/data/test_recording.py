@@ -118,3 +118,13 @@ def test_pages_of_an_ogg_say_whether_it_is_whole(tmp_path: Path, codec: str) -> 
         path.write_bytes(data)
         with pytest.raises(DataError, match=rf"a\.ogg: {message}"):
             waveform_of(path)
+
+
+@pytest.mark.parametrize("form", ["FLAC", "OGG", "MP3"])
+def test_words_of_tags_say_nothing_about_the_recording(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "a.snd"
+    with soundfile.SoundFile(path, "w", RATE, 1, format=form) as file:
+        file.title = "It should be louder (truncated)"
+        file.write(NOISE)
+    measured, read = lengths(path)
+    assert measured == read and SAMPLES <= read < SAMPLES + 5000

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from hetero_strategy import ragged
 from hetero_strategy.data.build_index import DatasetIndex, build_index
 from hetero_strategy.data.tokenizer import ChatTokenizer
 from hetero_strategy.errors import ConfigError, DataError
@@ -24,6 +26,7 @@ from hetero_strategy.loading.metadata import expanded
 from hetero_strategy.loading.options import Workers
 from hetero_strategy.loading.read_where_sampled import Decoded, Dispatch, SampledDataset, moves
 from hetero_strategy.loading.steps import RankView, StepDataset
+from hetero_strategy.model.causal_lm import CausalLMKind
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
 from hetero_strategy.plan.step_plan import StepItems
 from recipes.digits import write_digits
@@ -85,6 +88,36 @@ def test_pipeline_stages_take_what_they_need(digits: Path, drawings: Path) -> No
             share = RankView(dict.fromkeys(modules, 1), dict.fromkeys(modules, 0), **without)  # type: ignore[arg-type]
             fetch, sampled, dispatch = both(drawings if "draw" in modules else digits, modules, share)
             assert not differences(fetch[1, 0], dispatch(sampled[1, 0]))
+
+
+class Numbered(CausalLMKind):
+    """Gives each row of an item the item's size."""
+
+    def columns(self, units: Any, tokens: np.ndarray, learnt: np.ndarray) -> Mapping[str, torch.Tensor]:
+        column = np.zeros((2, len(tokens)), np.int64)
+        first = ragged.starts(units.edge_rows)
+        for number, placed in enumerate(units.content.placed(units.numbers)):
+            assert (placed.field, *placed.size_names) in (("image", "grid_h", "grid_w"), ("audio", "frames"))
+            rows = ragged.expand(first[placed.sample] + placed.start, placed.rows)
+            column[number, rows] = np.repeat(placed.sizes.prod(axis=1), placed.rows)
+        return {"sizes": torch.from_numpy(column)}
+
+
+def test_a_kind_is_given_the_places_of_items(digits: Path) -> None:
+    """They are the slots that the items' rows fill, and alike in both ways of reading."""
+    kinds = {**kinds_of(READS), "llm": Numbered()}
+    fetch, sampled, dispatch = both(digits, READS, kinds=kinds, microbatches=1)
+    batch = fetch[0, 0]
+    assert not differences(batch, dispatch(sampled[0, 0]))
+    for number, inputs in enumerate(batch.inputs["llm"]):
+        for place, name in enumerate(("vision", "audio")):
+            own = [slots for (source, _), slots in inputs.slots.items() if source == name]
+            filled = torch.cat([torch.zeros(0, dtype=torch.int64), *own])
+            assert torch.equal(inputs.columns["sizes"][place].nonzero()[:, 0], filled.sort()[0])
+        given = batch.inputs["vision"][number]
+        assert len(given.sizes)
+        sizes = np.repeat(given.sizes.prod(axis=1), given.rows)
+        assert sorted(sizes) == sorted(inputs.columns["sizes"][0][inputs.columns["sizes"][0] > 0].tolist())
 
 
 def test_a_difference_is_found(digits: Path) -> None:
