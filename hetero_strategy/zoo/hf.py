@@ -1,10 +1,12 @@
-"""Shared parts of all Hugging Face adapters: configs, initial values, names of weights, norms, quiet imports."""
+"""Shared parts of all Hugging Face adapters: configs, initial values, names of weights, norms."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from typing_extensions import override
 
 from hetero_strategy.errors import ModelError, check_sizes
@@ -34,19 +37,6 @@ FOLLOW = ("num_key_value_heads", "n_kv_heads", "head_dim")
 """Fields that may be None: they then follow from other fields."""
 OTHERS = ("model_type", "architectures", "quantization_config")
 """Fields of a config.json that do not belong to the model: weights load and are exported unquantized."""
-SAID = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass"}
-"""Logger -> part of a message that it logs when transformers' models are imported, and that users cannot act on:
-missing kernels for this Python or device, a deprecated call."""
-
-
-def hush() -> None:
-    """Filter the messages of :data:`SAID` out; calling it again changes nothing."""
-    for name in SAID:
-        logging.getLogger(name).addFilter(_is_news)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return SAID[record.name] not in str(record.msg)
 
 
 class HFAdapter(Adapter):
@@ -56,42 +46,85 @@ class HFAdapter(Adapter):
     config: Any
     architecture: str
     """Name of the transformers class that loads the exported folder."""
-    folder_prefixes: tuple[str, ...] = ("",)
-    """Default of :attr:`HFWeights.prefixes`."""
-    folder_ignored: tuple[str, ...] = ()
-    """Default of :attr:`HFWeights.ignored`."""
-    folder_tied: tuple[str, str] | None = None
-    """Default of :attr:`HFWeights.tied`."""
     folder_processor: Mapping[str, Any] | None = None
     """Default of :attr:`HFWeights.processor`."""
 
     @override
     def initialize(self, prefix: str, unit: nn.Module) -> None:
-        """Apply transformers' own rule to every submodule, children first.
+        original: Any = self.meta_copy()
+        owner, rule = original.model, original.model._init_weights
+        for name in prefix.split(".")[1:]:
+            owner = getattr(owner, name)
+            rule = getattr(owner, "_init_weights", rule)
+        initialize_by_rule(unit if prefix else unit.get_submodule("model"), rule)
 
-        Flags that say "already initialised" are reset: they were set when the model was made on the meta device.
-        """
-        part = unit if prefix else unit.get_submodule("model")
-        for module in part.modules():
-            holders: list[Any] = [module, *module._parameters.values(), *module._buffers.values()]
-            for holder in holders:
-                if getattr(holder, "_is_hf_initialized", False):
-                    holder._is_hf_initialized = False
-        for module in reversed(list(part.modules())):
-            self.model._init_weights(module)
+    @override
+    def used_share(self, layer: nn.Module, name: str) -> float:
+        weight, experts = layer.get_parameter(name), getattr(self.config.get_text_config(), "num_experts_per_tok", None)
+        if isinstance(layer, (nn.Linear, nn.Embedding, _ConvNd)) or experts is None:
+            return super().used_share(layer, name)
+        if weight.dim() == 3:
+            return min(1.0, experts / len(weight))
+        return float(weight.dim() == 2 and name == "weight")  # of a router
+
+    @override
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Let experts run by transformers' operator for all dtypes; torch's takes no fp32 without values."""
+        from transformers.integrations import moe
+
+        usual = moe._can_use_grouped_mm
+        moe._can_use_grouped_mm = lambda *_, **__: False
+        try:
+            yield
+        finally:
+            moe._can_use_grouped_mm = usual
 
     @override
     def hf_weights(self) -> HFWeights:
-        names = {fqn: fqn.removeprefix("model.") for fqn, _ in self.meta_copy().named_parameters()}
+        original = self.meta_copy()
+        kept, tensors = original.state_dict(), [*original.named_parameters(), *original.named_buffers()]
+        names = {fqn: fqn.removeprefix("model.") for fqn, _ in tensors if fqn in kept and fqn.startswith("model.")}
         config = {**self.config.to_dict(), "architectures": [self.architecture]}
-        return HFWeights(
-            names,
-            config,
-            prefixes=self.folder_prefixes,
-            ignored=self.folder_ignored,
-            tied=self.folder_tied,
-            processor=self.folder_processor,
-        )
+        return HFWeights(names, config, model_class=type(self.model), processor=self.folder_processor)
+
+
+@dataclass(frozen=True)
+class RowsOf:
+    """A function of sizes, int64 ``[n, k]``, to rows, int64 ``[n]``; it is pickled."""
+
+    sides: int
+    """Last numbers of the sizes whose product it takes; 0: the first one is a number of raw rows, such as tiles."""
+    more: int = 0
+    """Rows added to an item, or rows of a raw row."""
+    divisor: int = 1
+
+    def __call__(self, sizes: np.ndarray) -> np.ndarray:
+        sizes = np.asarray(sizes, np.int64)
+        if not self.sides:
+            return sizes[:, 0] * self.more // self.divisor
+        return sizes[:, -self.sides :].prod(axis=1) // self.divisor + self.more
+
+
+def matmul_weights(part: nn.Module) -> int:
+    """Count the weights of linear maps and of convolutions."""
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    return sum(layer.weight.numel() for layer in part.modules() if isinstance(layer, kinds))
+
+
+def initialize_by_rule(part: nn.Module, rule: Callable[[nn.Module], None]) -> None:
+    """Initialise a part, children first, each module by the rule of the transformers model that is nearest above it.
+
+    Flags that say "already initialised" are reset: they were set when the model was made on the meta device.
+    """
+    rule = getattr(part, "_init_weights", rule)
+    for child in part.children():
+        initialize_by_rule(child, rule)
+    holders: list[Any] = [part, *part._parameters.values(), *part._buffers.values()]
+    for holder in holders:
+        if getattr(holder, "_is_hf_initialized", False):
+            holder._is_hf_initialized = False
+    rule(part)
 
 
 def check_causal(who: str, config: Any) -> None:
@@ -126,7 +159,7 @@ def make_config(
         content = read_config(checkpoint)
         kind, takes = content.get("model_type"), model_types or (config_class.model_type,)
         if kind not in takes:
-            other = f"; use {TAKE[kind]}" if kind in TAKE else "; docs/your_module.md says how to put in another model"
+            other = f"; use {TAKE.get(str(kind), 'hf_causal_lm or hf_encoder')}"
             raise ModelError(
                 f"{who}: {checkpoint}/config.json is of a {kind!r} model, and it takes {' or '.join(map(repr, takes))}"
                 f"{instead or other}"
@@ -154,15 +187,36 @@ def check_config(who: str, fields: Mapping[str, Any]) -> None:
 
 
 def make_model(model_class: Any, config: Any) -> Any:
-    """Make a transformers model; refuse a field's value that transformers does not know, which it checks only here."""
+    """Make a transformers model; refuse a field's value that transformers does not know, which it checks only here.
+
+    On the meta device no parameter has a value, even if the class draws it in a way that ignores the device.
+    """
     try:
-        return model_class(config)
+        model = model_class(config)
     except Exception as fault:  # several kinds: for an unknown activation a KeyError
         reason = " ".join(str(fault).split())
         raise ModelError(
             f"{model_class.__name__}: transformers makes no model of this config: {type(fault).__name__} {reason};"
             " correct the field with that value"
         ) from fault
+    if torch.get_default_device().type == "meta":
+        for part in model.modules():
+            for name, drawn in part._parameters.items():
+                if drawn is not None and not drawn.is_meta:
+                    part._parameters[name] = nn.Parameter(torch.empty_like(drawn, device="meta"), drawn.requires_grad)
+    return model
+
+
+def check_folder(who: str, checkpoint: str | Path) -> dict[str, Any]:
+    """Return a folder's config.json; refuse code of its own and quantised weights."""
+    content = read_config(checkpoint)
+    for field, reason in (
+        ("auto_map", "code from a folder is not run; take a folder of a class that transformers has"),
+        ("quantization_config", "its weights are quantised; save them in bfloat16 with transformers first"),
+    ):
+        if content.get(field):
+            raise ModelError(f"{who}: {checkpoint}/config.json has {field}: {reason}")
+    return content
 
 
 def check_no_fields(who: str, fields: Mapping[str, Any]) -> None:
@@ -188,7 +242,7 @@ class PreciseRMSNorm(nn.Module):
     def __init__(self, norm: Any) -> None:
         super().__init__()
         self.weight: nn.Parameter = norm.weight
-        self.eps: float = norm.variance_epsilon
+        self.eps: float = _epsilon(norm)
 
     @override
     def forward(self, rows: Tensor) -> Tensor:
@@ -196,8 +250,31 @@ class PreciseRMSNorm(nn.Module):
 
 
 def make_norms_precise(model: nn.Module) -> None:
-    """Replace every RMSNorm of a transformers model in place; names stay the same."""
+    """Replace in place each norm of a transformers model that computes what torch's RMSNorm does; names stay."""
+    alike: dict[type, bool] = {}
     for owner in list(model.modules()):
         for name, child in list(owner.named_children()):
-            if type(child).__name__.endswith("RMSNorm") and hasattr(child, "variance_epsilon"):
-                setattr(owner, name, PreciseRMSNorm(child))
+            if [*dict(child.named_parameters())] == ["weight"] and _epsilon(child) and child.weight.ndim == 1:
+                if len(inspect.signature(child.forward).parameters) > 1:  # its gate is no part of torch's norm
+                    continue
+                if type(child) not in alike:
+                    alike[type(child)] = _is_rms_norm(child)
+                if alike[type(child)]:
+                    setattr(owner, name, PreciseRMSNorm(child))
+
+
+def _epsilon(norm: Any) -> float:
+    """Return a norm's epsilon, or 0."""
+    return getattr(norm, "variance_epsilon", 0.0) or getattr(norm, "eps", 0.0)
+
+
+def _is_rms_norm(norm: Any) -> bool:
+    """Return whether a norm on the meta device computes what torch's RMSNorm does, on some values."""
+    real = copy.deepcopy(norm).to_empty(device="cpu").float()
+    with torch.no_grad(), torch.device("cpu"):
+        generator = torch.Generator().manual_seed(0)
+        real.weight.uniform_(0.5, 1.5, generator=generator)
+        rows = torch.empty(2, *real.weight.shape).uniform_(-1e-2, 1e-2, generator=generator)
+        found = real(rows)
+        expected = F.rms_norm(rows, real.weight.shape, real.weight, _epsilon(norm))
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
