@@ -26,16 +26,28 @@ from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.parallelize.transforms import read_transforms
 from hetero_strategy.runtime import backward
 from hetero_strategy.zoo import hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
+from hetero_strategy.zoo.hf_causal_lm import hf_causal_lm
 from tests.model.helpers import LLAMA, TITAN, VIT, WHISPER, clips, images, tokens
 
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 MAKE = {
     "titan": lambda: titan_llama(**TITAN | {"n_layers": 4}),
     "hf_llama": lambda: hf_llama(**LLAMA | {"num_hidden_layers": 4}),
     "tied": lambda: hf_llama(**LLAMA | {"num_hidden_layers": 4}, tie_word_embeddings=True),
     "hf_qwen3": lambda: hf_qwen3(**LLAMA | {"num_hidden_layers": 4}, head_dim=8),
+    "hf_moe": lambda: _experts(),
     "siglip2": lambda: siglip2_encoder(out_width=8, merge=2, **VIT | {"num_hidden_layers": 4}),
     "whisper": lambda: whisper_encoder(out_width=8, stack=2, **WHISPER | {"encoder_layers": 4}),
 }
+
+
+def _experts() -> Adapter:
+    """Experts of a loop: torch's grouped operator takes no fp64."""
+    module = hf_causal_lm(model_type="qwen3_moe", **LLAMA | EXPERTS)
+    module.model.config._experts_implementation = "eager"
+    return module
+
+
 GRIDS = [[(2, 4), (2, 2)], [(4, 4)], [], [(2, 2)]]
 FRAMES = [[7, 4], [12], [], [9, 3]]
 TEXTS = [[3, 5], [4, 2, 2], [], [6]]

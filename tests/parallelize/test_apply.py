@@ -19,6 +19,7 @@ from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.row_sharding import RowSharding
 from hetero_strategy.model.materialize import materialize
+from hetero_strategy.model.read_spec import spec_of_module
 from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.parallelize.gradients import local, tied_rank_sets
 from hetero_strategy.testing import Pool
@@ -137,11 +138,20 @@ def faults(kind: str, **fields: Any) -> str:
     return str(raised.value)
 
 
-def test_layouts_that_do_not_fit_the_module_are_refused() -> None:
+def test_layouts_that_do_not_fit_the_module_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     text = faults("titan", ranks=5, pp=5)
     assert "layout of 'llm': pp 5 x vpp 1 = 5 stages, but TitanLlama has 4 blocks" in text
     text = faults("titan", ranks=2, pp=2, split=[1, 2])
     assert "split=[1, 2] sums to 3, but TitanLlama has 4 blocks" in text
+    with monkeypatch.context() as deep:
+        deep.setattr(TitanLlama, "first_blocks", 3)
+        text = faults("titan", ranks=2, pp=2, split=[2, 2])
+        assert "split=[2, 2], but the first 3 blocks of TitanLlama take rows of other modules; give the first" in text
+        assert "but the first 3 of 4 blocks of TitanLlama take rows" in faults("titan", ranks=3, pp=3)
+        layout = {"llm": ModuleLayout(ranks=2, pp=2, split=[3, 1]).resolved()}
+        check_all({"llm": MAKE["titan"]()}, layout)
+        spec = spec_of_module(MAKE["titan"]())
+        assert (spec.first_blocks, spec.most_stages) == (3, 2)
     text = faults("tied", ranks=4, pp=2, vpp=2, pp_style="v")
     assert "pp_style='v'" in text and "dp_shard=2" in text and "tie_word_embeddings=false" in text
     assert "dp_shard=1 cp=2: the first" in faults("tied", ranks=4, pp=2, cp=2, vpp=2, pp_style="v")

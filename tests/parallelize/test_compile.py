@@ -21,6 +21,7 @@ from hetero_strategy.strategy.blueprint import Options, checked_blueprint
 from hetero_strategy.zoo import hf_llama, titan_llama
 from tests.model.helpers import TITAN, tokens
 from tests.small_models import reader
+from tests.zoo.families import TINY
 
 RAGGED = ([40, 24], [7], [30, 2, 60], [1], [64, 64, 1], [], [33, 5], [2])
 """Lengths of the sequences of calls that follow each other."""
@@ -34,8 +35,8 @@ def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def made(backend: str | None, recompute: str | None) -> Adapter:
-    module = titan_llama(**TITAN | {"n_layers": 4})
+def made(backend: str | None, recompute: str | None, module: Adapter | None = None) -> Adapter:
+    module = module or titan_llama(**TITAN | {"n_layers": 4})
     layout = ModuleLayout.from_config("llm", {"ranks": [0]}).resolved()
     how = read_transforms({"llm": {"recompute": recompute, "compile": backend}})
     parallelize("llm", module, layout, None, torch.device("cpu"), seed=1, transforms=how.get("llm", {}))
@@ -81,6 +82,17 @@ def test_ragged_rows_are_compiled_once(backend: str, way: str) -> None:
             first = counters["stats"]["unique_graphs"]
     assert first == counters["stats"]["unique_graphs"] == (5 if way == "every 2" else 4)
     assert not counters["graph_break"]
+
+
+def test_blocks_of_transformers_are_compiled_whole() -> None:
+    compiled, plain = (made(backend, None, hf_llama(check=False, **TINY["llama"])) for backend in ("aot_eager", None))
+    for lengths in ([40, 24], [7], [30, 2, 60]):
+        for module in (compiled, plain):
+            module.zero_grad()
+            module(tokens(lengths)).loss_sum.backward()
+        for (name, a), b in zip(compiled.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5, msg=name)
+    assert not counters["graph_break"] and counters["stats"]["unique_graphs"] <= 4
 
 
 @pytest.mark.full

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.distributed.tensor.parallel import ParallelStyle
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.layout.registry import GroupRegistry
@@ -17,10 +20,32 @@ from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.testing import Pool
-from hetero_strategy.zoo import hf_llama, titan_llama
+from hetero_strategy.zoo import hf_llama, hf_qwen3, titan_llama
+from hetero_strategy.zoo.hf_causal_lm import HFCausalLM
+from hetero_strategy.zoo.hf_tp import tensor_parallel_plan
 from tests.model.helpers import LLAMA, reads
+from tests.model.hf_models import made
 
-MAKE = {"titan": titan_llama, "hf_llama": hf_llama}
+TEXT = LLAMA | {"initializer_range": 0.3}
+
+
+class WithExperts(HFCausalLM):
+    def tp_plan(self) -> dict[str, ParallelStyle] | None:
+        return tensor_parallel_plan(self.model, "model.")
+
+
+def with_experts(checkpoint: Path) -> WithExperts:
+    config = AutoConfig.from_pretrained(checkpoint)
+    return WithExperts(getattr(transformers, config.architectures[0]), config, checkpoint=checkpoint)
+
+
+MAKE: dict[str, tuple[Any, Any]] = {
+    "titan": (titan_llama, lambda: LlamaForCausalLM(LlamaConfig(**TEXT))),
+    "hf_llama": (hf_llama, lambda: LlamaForCausalLM(LlamaConfig(**TEXT))),
+    "tied": (hf_qwen3, partial(made, "tied")),
+    **{family: (with_experts, partial(made, family)) for family in ("qwen3_moe", "mixtral")},
+}
+"""Kind -> our module of a folder, transformers' model in it. Experts lie there one by one."""
 MIXED = Storage(torch.bfloat16, torch.float32)
 LAYOUTS = [
     {"ranks": 2, "tp": 2},
@@ -38,7 +63,7 @@ def on_rank(rank: int, world: int, kind: str, folder: Path, fields: dict[str, An
     registry = GroupRegistry(placement, [], "cpu")
     where = placement.coordinate("m", rank)
     assert where is not None
-    whole, module = MAKE[kind](checkpoint=folder), MAKE[kind](checkpoint=folder)
+    whole, module = MAKE[kind][0](checkpoint=folder), MAKE[kind][0](checkpoint=folder)
     materialize(whole, 3, name="m")
     module.train()
     with reads() as found:
@@ -61,12 +86,15 @@ def on_rank(rank: int, world: int, kind: str, folder: Path, fields: dict[str, An
     "titan-{'ranks': 4, 'dp_shard': 2, 'dp_replicate': 2}",
     "titan-{'ranks': 4, 'dp_shard': 2, 'tp': 2}",
     "titan-{'ranks': 4, 'pp': 2, 'tp': 2}",
+    *(f"tied-{layout}" for layout in LAYOUTS[:-1]),
+    *(f"mixtral-{layout}" for layout in LAYOUTS[1:]),
+    *(f"qwen3_moe-{layout}" for layout in (LAYOUTS[0], LAYOUTS[1], LAYOUTS[3])),
 )
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_rank_reads_what_it_keeps(pool: Pool, tmp_path: Path, kind: str, layout: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**LLAMA, initializer_range=0.3)).bfloat16().save_pretrained(tmp_path)
+    MAKE[kind][1]().bfloat16().save_pretrained(tmp_path)
     storage = MIXED if layout.get("dp_shard") == 2 else Storage()
     ranks = pool.run(layout["ranks"], on_rank, kind, tmp_path, layout, storage)
     for rank in ranks:
