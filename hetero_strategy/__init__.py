@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hetero_strategy.plan.config import BalanceConfig
     from hetero_strategy.strategy.strategy import HeteroStrategy
     from hetero_strategy.zoo.flow import flow_decoder
-    from hetero_strategy.zoo.hf_lm import hf_llama, hf_qwen3
+    from hetero_strategy.zoo.hf_causal_lm import hf_causal_lm, hf_llama, hf_qwen3
     from hetero_strategy.zoo.siglip2 import siglip2_encoder
     from hetero_strategy.zoo.titan import titan_llama
     from hetero_strategy.zoo.whisper import whisper_encoder
@@ -59,8 +59,9 @@ _FILES = {
     "TimelineMonitor": "monitor.timeline_monitor",
     "exchange": "boundary.transport",
     "flow_decoder": "zoo.flow",
-    "hf_llama": "zoo.hf_lm",
-    "hf_qwen3": "zoo.hf_lm",
+    "hf_causal_lm": "zoo.hf_causal_lm",
+    "hf_llama": "zoo.hf_causal_lm",
+    "hf_qwen3": "zoo.hf_causal_lm",
     "siglip2_encoder": "zoo.siglip2",
     "titan_llama": "zoo.titan",
     "whisper_encoder": "zoo.whisper",
@@ -91,6 +92,7 @@ __all__ = [
     "TimelineMonitor",
     "exchange",
     "flow_decoder",
+    "hf_causal_lm",
     "hf_llama",
     "hf_qwen3",
     "siglip2_encoder",

@@ -45,8 +45,6 @@ class Siglip2Backbone(HFAdapter, Backbone):
     tp_columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.fc1")
     tp_rows = ("self_attn.out_proj", "mlp.fc2")
     architecture = "Siglip2VisionModel"
-    folder_prefixes = ("", "vision_model.")
-    folder_ignored = ("head.*", "vision_model.head.*", "text_model.*", "logit_*")
 
     def __init__(self, config: Any, *, merge: int = 1, checkpoint: str | Path | None = None) -> None:
         from transformers import Siglip2VisionModel

@@ -163,12 +163,12 @@ class TitanLlama(CausalLM):
         return self.model.tok_embeddings(ids[None])[0]
 
     @override
-    def transform(self, hidden: Tensor, packing: Packing) -> Tensor:
+    def transform(self, hidden: Tensor, inputs: SequenceInputs) -> Tensor:
         precise = torch.complex128 if hidden.dtype == torch.float64 else torch.complex64
-        turns = torch.view_as_real(self.model.freqs_cis[packing.positions].to(precise))
+        turns = torch.view_as_real(self.model.freqs_cis[inputs.packing.positions].to(precise))
         rows = hidden[None]
         for block in self.blocks().values():
-            rows = block(rows, turns, packing)
+            rows = block(rows, turns, inputs.packing)
         return rows[0]
 
     @override
@@ -288,8 +288,7 @@ class TitanLlama(CausalLM):
             **self.token_ids,
             "rope_parameters": rope,
         }
-        # Old folders contain the rotary frequencies.
-        return HFWeights(names, config, paired_heads, ignored=("*rotary_emb.inv_freq",))
+        return HFWeights(names, config, paired_heads)
 
     @override
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:

@@ -14,11 +14,12 @@ from typing_extensions import override
 from hetero_strategy import ragged
 from hetero_strategy.errors import DataError, ModelError, check_sizes
 from hetero_strategy.model.adapter import block_linear_flops, divisible
-from hetero_strategy.model.attention import HF_ATTENTION, attention_pairs, register_hf_attention
+from hetero_strategy.model.attention import attention_pairs
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
 from hetero_strategy.model.hf_folder import read_config, read_processor
 from hetero_strategy.model.inputs import EncoderInputs, MelFrames, host_index
 from hetero_strategy.zoo.hf import HFAdapter, at_least_one_row, make_config, make_model
+from hetero_strategy.zoo.hf_packed import PackedMask, use_packed_attention
 
 
 class WhisperBackbone(HFAdapter, Backbone):
@@ -40,8 +41,6 @@ class WhisperBackbone(HFAdapter, Backbone):
     tp_columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "fc1")
     tp_rows = ("self_attn.out_proj", "fc2")
     architecture = "WhisperEncoder"
-    folder_prefixes = ("", "model.encoder.", "encoder.")
-    folder_ignored = ("decoder.*", "model.decoder.*", "proj_out.weight")
 
     def __init__(self, config: Any, *, stack: int = 1, checkpoint: str | Path | None = None) -> None:
         from transformers.models.whisper.modeling_whisper import WhisperEncoder
@@ -58,9 +57,8 @@ class WhisperBackbone(HFAdapter, Backbone):
                 "whisper: apply_spec_augment=true masks frames at random in training, which is not built: set it to "
                 "false, or mask them in before="
             )
-        register_hf_attention()
         self.model = make_model(WhisperEncoder, config)
-        self.model.config._attn_implementation = HF_ATTENTION
+        use_packed_attention(self.model)
         self.config = self.model.config
         self.stack = stack
         self.hidden_width = config.d_model
@@ -81,8 +79,9 @@ class WhisperBackbone(HFAdapter, Backbone):
     @override
     def transform(self, rows: Tensor, inputs: EncoderInputs) -> Tensor:
         rows, packing = at_least_one_row(rows, inputs.packing)
+        mask = PackedMask(packing, causal=False)
         for layer in self.blocks().values():
-            rows = layer(rows[None], None, packing=packing)[0]
+            rows = layer(rows[None], mask)[0]
         return rows[: inputs.packing.rows]
 
     @override

@@ -1,0 +1,398 @@
+"""Composites split into encoders and a language model give transformers' own logits."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoImageProcessor
+
+from hetero_strategy import checkpoint
+from hetero_strategy.checkpoint.training import TrainingState
+from hetero_strategy.data.hf_processor import HFProcessor
+from hetero_strategy.errors import ModelError
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.model import EncoderInputs, MultimodalModel, Packing
+from hetero_strategy.model.inputs import IGNORE
+from hetero_strategy.model.kind import PlacedItems
+from hetero_strategy.model.materialize import materialize
+from hetero_strategy.model.read_spec import spec_of_module
+from hetero_strategy.parallelize.apply import check
+from hetero_strategy.zoo.hf_causal_lm import hf_causal_lm
+from hetero_strategy.zoo.hf_composed import composite_class
+from hetero_strategy.zoo.hf_composite import encoder_of, hf_composite
+from hetero_strategy.zoo.hf_positions import HFTextKind
+from tests.data.hf_folders import made
+from tests.zoo.composites import built, tiny
+
+FULL = pytest.mark.full
+GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Families whose patches lie end to end."""
+SEVERAL = ("llava_next", "llava_onevision")
+"""Families that cut a picture into tiles."""
+TILES = ("llava", "vipllava", "internvl", "gemma3", "paligemma", "aya_vision", "cohere2_vision", "got_ocr2")
+BATCHED = ("idefics3", "smolvlm")
+FEW = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl")
+
+
+@dataclass
+class Sample:
+    """A sample of text with pictures, as transformers takes it and as an encoder here does."""
+
+    ids: Tensor
+    given: dict[str, Tensor]
+    values: Tensor
+    sizes: np.ndarray
+    rows: list[int]
+
+
+def samples_of(model: Any, generator: torch.Generator) -> list[Sample]:
+    """Two samples with pictures and one without."""
+    model_type, token, samples = model.config.model_type, model.config.image_token_id, []
+    for pictures in ([(4, 6)], [(8, 10), (4, 4)], []):
+        given, values, sizes = _pictures(model_type, pictures, generator)
+        rows: list[int] = []
+        if pictures:
+            with torch.no_grad():
+                made = model.model.get_image_features(**given, return_dict=True).pooler_output
+            rows = [len(part.reshape(-1, part.shape[-1])) for part in made]
+        text = torch.randint(3, 140, (5 + 2 * len(rows) + 3,), generator=generator)
+        parts = [text[:5]]
+        for number, count in enumerate(rows):
+            parts += [torch.full((count,), token), text[5 + 2 * number : 7 + 2 * number]]
+        samples.append(Sample(torch.cat([*parts, text[-3:]]), given, values, sizes, rows))
+    return samples
+
+
+def _pictures(
+    model_type: str, pictures: list[tuple[int, int]], generator: torch.Generator
+) -> tuple[dict[str, Tensor], Tensor, np.ndarray]:
+    if model_type in GRIDS:
+        sizes = np.array(pictures, np.int64).reshape(-1, 2)
+        values = torch.randn(int(sizes.prod(1).sum()), 3 * 2 * 49, generator=generator)
+        grids = torch.from_numpy(np.insert(sizes, 0, 1, axis=1))
+        return ({"pixel_values": values, "image_grid_thw": grids} if pictures else {}), values, sizes
+    tiles = [3 if model_type in SEVERAL else 1] * len(pictures)
+    pixels = torch.randn(sum(tiles), 3, 28, 28, generator=generator)
+    sizes = np.array([[count, 28, 28 * (count - 1)] for count in tiles], np.int64).reshape(-1, 3)
+    given = {"pixel_values": pixels} if pictures else {}
+    if pictures and model_type in SEVERAL:
+        given = {"pixel_values": pixels.unflatten(0, (len(pictures), 3)), "image_sizes": torch.from_numpy(sizes[:, 1:])}
+    if pictures and model_type in BATCHED:
+        given = {"pixel_values": pixels[None]}
+    return given, pixels.flatten(1), sizes
+
+
+def one_by_one(model: Any, samples: list[Sample]) -> Tensor:
+    """transformers' own logits."""
+    base = inspect.signature(type(model.model).forward).parameters
+    logits = []
+    for sample in samples:
+        types = (sample.ids == model.config.image_token_id).int()[None]
+        types = types * 0 if model.config.model_type == "paligemma" else types
+        extra = {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in base}
+        with torch.no_grad():
+            logits.append(model(input_ids=sample.ids[None], use_cache=False, **sample.given, **extra).logits[0])
+    return torch.cat(logits)
+
+
+def inputs_of(llm: Any, samples: list[Sample], token: int, generator: torch.Generator) -> Any:
+    ids = torch.cat([sample.ids for sample in samples])
+    lengths = np.array([len(sample.ids) for sample in samples])
+    number = np.repeat(np.arange(len(samples)), [len(sample.rows) for sample in samples])
+    starts = []
+    for sample in samples:
+        at = 5
+        for count in sample.rows:
+            starts.append(at)
+            at += count + 2
+    rows = np.array([count for sample in samples for count in sample.rows], np.int64)
+    sizes = np.concatenate([sample.sizes for sample in samples])
+    names = ("grid_h", "grid_w") if sizes.shape[1] == 2 else ("tiles", "h", "w")
+    placed = PlacedItems("vision", "image", names, number, sizes, np.array(starts, np.int64), rows)
+    content = SimpleNamespace(text=lambda _: (ids.numpy(), np.zeros(len(ids), bool)), placed=lambda _: [placed])
+    units: Any = SimpleNamespace(
+        content=content, numbers=np.arange(len(samples)), edge_rows=lengths, inner_rows=lengths, alike=False,
+        slots={"vision": (ids == token).nonzero()[:, 0]},
+    )  # fmt: skip
+    made = llm.kind.inputs(units)
+    labels = torch.where(torch.rand(len(ids), generator=generator) < 0.5, torch.randint(3, 140, (len(ids),)), IGNORE)
+    return replace(made, labels=labels, labelled=None)
+
+
+def split(model: Any, folder: Path) -> tuple[MultimodalModel, list[Sample], EncoderInputs, Any]:
+    """The folder's modules, samples, and the inputs of both modules."""
+    model.save_pretrained(folder)
+    parts = MultimodalModel(**hf_composite(folder)).eval()
+    generator = torch.Generator().manual_seed(3)
+    samples = samples_of(model, generator)
+    if model.config.model_type in SEVERAL:
+        parts.vision.columns = {"image_sizes": slice(1, 3)}
+    sizes = np.concatenate([sample.sizes for sample in samples])
+    rows = np.array([count for sample in samples for count in sample.rows])
+    given = EncoderInputs(torch.cat([s.values for s in samples]), sizes, rows, Packing.of(sizes[:, :2].prod(1)))
+    inputs = inputs_of(parts.llm, samples, model.config.image_token_id, generator)
+    return parts, samples, given, inputs
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [*FEW, *(pytest.param(n, marks=FULL) for n in (*GRIDS, *TILES, *SEVERAL, *BATCHED) if n not in FEW)],
+)
+def test_a_split_composite_gives_the_logits_of_the_whole(model_type: str, tmp_path: Path) -> None:
+    model = built(tiny(model_type))
+    parts, samples, given, inputs = split(model, tmp_path)
+    wanted = one_by_one(model, samples)
+    with torch.no_grad():
+        rows = {"vision": parts.vision(given)}
+        assert difference(parts.llm(inputs, rows, keep_logits=True).logits, wanted) < 1e-5
+        wrong = {}
+        for name, column in inputs.columns.items():
+            if name == "positions" and len(column) == 1:  # from 1 on: rotary embeddings are relative
+                continue
+            less = {other: column for other, column in inputs.columns.items() if other != name}
+            wrong[name] = replace(inputs, columns=less), rows
+        if parts.llm.deepstack:
+            bare = rows["vision"].clone()
+            bare[:, parts.llm.hidden_width :] = 0
+            wrong["deepstack"] = inputs, {"vision": bare}
+        for name, (other, others) in wrong.items():
+            assert difference(parts.llm(other, others, keep_logits=True).logits, wanted) > 0.5, name
+    assert {"qwen2_5_vl": {"positions"}, "qwen3_vl": {"positions", "deepstack"}, "gemma3": {"blocks"}}.get(
+        model_type, wrong.keys()
+    ) == wrong.keys()
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", pytest.param("gemma3", marks=FULL)])
+def test_two_stages_are_the_whole_bit_for_bit(model_type: str, tmp_path: Path) -> None:
+    """Gradients of two microbatches added up, of the rows of pictures, too."""
+    parts, _, given, inputs = split(built(tiny(model_type)), tmp_path)
+    llm = parts.llm.train()
+    with torch.no_grad():
+        pictures = parts.vision(given)
+    whole = pictures.clone().requires_grad_()
+    for factor in (1.0, 0.5):
+        (factor * llm(inputs, {"vision": whole}).loss_sum).backward()
+    wanted = {name: parameter.grad for name, parameter in llm.named_parameters()}
+    llm.zero_grad()
+    blocks, first = list(llm.blocks()), llm.first_blocks
+    one = llm.stage(blocks[:first], first=True, last=False)
+    two = llm.stage(blocks[first:], first=False, last=True)
+    cut = pictures.clone().requires_grad_()
+    for factor in (1.0, 0.5):
+        hidden = one(inputs, {"vision": cut})
+        received = hidden.detach().requires_grad_()
+        (factor * two(inputs, hidden=received).loss_sum).backward()
+        hidden.backward(received.grad)
+    assert torch.equal(cut.grad, whole.grad) and cut.grad.abs().sum(0).all()
+    for name, parameter in llm.named_parameters():
+        assert torch.equal(parameter.grad, wanted[name]), name
+    if first > 1:
+        (fault,) = check("llm", llm, ModuleLayout(ranks=2, pp=2, split=[1, len(blocks) - 1]).resolved())
+        assert f"the first {first} blocks of HFComposedLM take rows of other modules; give the first stage" in fault
+
+
+def test_the_language_model_of_a_folder_alone(tmp_path: Path) -> None:
+    model = built(tiny("llava"))
+    model.save_pretrained(tmp_path)
+    llm = MultimodalModel({"llm": hf_causal_lm(checkpoint=tmp_path, part="llm")}).eval().llm
+    generator, none = torch.Generator().manual_seed(3), np.zeros((0, 3), np.int64)
+    texts = [torch.randint(3, 140, (count,), generator=generator) for count in (9, 14)]
+    samples = [Sample(ids, {}, torch.empty(0), none, []) for ids in texts]
+    inputs = inputs_of(llm, samples, model.config.image_token_id, generator)
+    with torch.no_grad():
+        assert difference(llm(inputs, keep_logits=True).logits, one_by_one(model, samples)) < 1e-5
+        llm.model.lm_head.weight[5] += 1
+        assert difference(llm(inputs, keep_logits=True).logits, one_by_one(model, samples)) > 0.1
+    assert not [name for name in llm.state_dict() if "vision" in name or "projector" in name]
+    with pytest.raises(ModelError, match="is of a composite, 'llava'; hf_composite reads it, and part='llm'"):
+        hf_causal_lm(checkpoint=tmp_path)
+    with pytest.raises(ModelError, match="part='vision'; give part='llm' with checkpoint="):
+        hf_causal_lm(checkpoint=tmp_path, part="vision")
+
+
+REFUSED = {
+    "mllama": r"language model of MllamaForConditionalGeneration by cross-attention \(cross_attention_states\)",
+    "florence2": "Florence2ForConditionalGeneration is an encoder-decoder",
+    "chameleon": "pictures of ChameleonForConditionalGeneration are tokens of its vocabulary",
+    "llama": "llama/config.json has neither text_config nor a section for pictures or sound",
+}
+
+
+def folder_of(model_type: str, folder: Path, **content: Any) -> Path:
+    """A folder that ends before its weights."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(model_type).to_dict()
+    names = {"llama": "LlamaForCausalLM", "mllama": "MllamaForConditionalGeneration"}
+    names |= {"florence2": "Florence2ForConditionalGeneration", "chameleon": "ChameleonForConditionalGeneration"}
+    config["architectures"] = [names.get(model_type, "LlavaForConditionalGeneration")]
+    (where := folder / model_type).mkdir()
+    (where / "config.json").write_text(json.dumps({**config, **content}, default=str))
+    return where
+
+
+@pytest.mark.parametrize("model_type", ["mllama", "florence2", "chameleon", "llama"])
+def test_what_cannot_be_split_is_refused(model_type: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=REFUSED[model_type]):
+        hf_composite(folder_of(model_type, tmp_path, vocabulary_map={"<image>": 4}))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"text_config": None, "vision_config": None}, "has neither text_config nor a section for pictures or sound"),
+        ({"auto_map": {"AutoModel": "code.py"}}, "has auto_map: code from a folder is not run"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised"),
+        ({"architectures": ["NewModel"]}, r"architectures=\['NewModel'\], of which transformers has no class"),
+    ],
+)
+def test_folders_that_no_class_reads_are_refused(content: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        hf_composite(folder_of("llava", tmp_path, **content))
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llava", pytest.param("internvl", marks=FULL), pytest.param("gemma3", marks=FULL)]
+)
+def test_an_encoder_takes_what_the_folders_processor_makes(model_type: str, tmp_path: Path) -> None:
+    """Rows of pictures of two sizes, read from files, are those of transformers' processor and model."""
+    folder = Path(made(tmp_path, model_type))
+    token = HFProcessor(str(folder)).row_id
+    assert token is not None
+    config = tiny(model_type, image_token_id=token)
+    sizes = (56, 14) if isinstance(config.vision_config.image_size, int) else ([56, 56], [14, 14])
+    config.vision_config.image_size, config.vision_config.patch_size = sizes
+    config.get_text_config().vocab_size = token + 50
+    built(config).save_pretrained(folder)
+    model = built(config)
+    vision = MultimodalModel(**hf_composite(folder)).eval().vision
+    processor, wanted, loaded = vision.processor, [], []
+    for number, size in enumerate([(60, 90, 3), (120, 40, 3)]):
+        path = folder / f"{number}.png"
+        Image.fromarray(np.random.default_rng(number).integers(0, 255, size, dtype=np.uint8)).save(path)
+        measured, rows = processor.measure(path)
+        loaded.append((processor.load(path, measured), measured, rows))
+        pixels = AutoImageProcessor.from_pretrained(folder, backend="pil")([Image.open(path)], return_tensors="pt")
+        with torch.no_grad():
+            wanted += model.model.get_image_features(pixels["pixel_values"], return_dict=True).pooler_output
+    values, measures, counts = zip(*loaded, strict=True)
+    inputs = processor.collate(values, np.array(measures), np.array(counts))
+    seen: list[int] = []
+    next(iter(vision.blocks().values())).register_forward_pre_hook(
+        lambda _, given: seen.append(given[0][..., 0].numel())
+    )
+    with torch.no_grad():
+        rows = vision(inputs)
+        assert seen == [inputs.packing.rows], "packing"  # FLOPs and plans count the rows in the blocks
+        none = vision(processor.collate([], np.zeros((0, len(measures[0])), np.int64), np.zeros(0, np.int64)))
+    assert difference(rows, torch.cat([part.reshape(-1, part.shape[-1]) for part in wanted])) < 1e-5
+    assert none.shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "llava",
+        "qwen2_5_vl",
+        *(
+            pytest.param(n, marks=FULL)
+            for n in (*GRIDS, *TILES, *SEVERAL, *BATCHED)
+            if n not in ("llava", "qwen2_5_vl")
+        ),
+    ],
+)
+def test_a_composite_is_exported_as_its_folder(model_type: str, tmp_path: Path) -> None:
+    """Every name and value, after a step that changes all values, and transformers finds nothing amiss."""
+    model, origin, out = built(tiny(model_type)), tmp_path / "origin", tmp_path / "out"
+    model.save_pretrained(origin)
+    modules = hf_composite(origin)["modules"]
+    for name, module in modules.items():
+        materialize(module, 0, name=name)
+        for tensor in {tensor.data_ptr(): tensor for tensor in module.state_dict().values()}.values():
+            tensor.mul_(2)
+    state = TrainingState("net", modules, group=None)
+    state.save({"state_dict": state.model_tensors()}, tmp_path / "saved")
+    checkpoint.export(tmp_path / "saved", out, whole=True)
+    before, found = load_file(origin / "model.safetensors"), load_file(out / "model.safetensors")
+    assert found.keys() == before.keys()
+    assert [name for name, tensor in before.items() if not torch.equal(found[name], 2 * tensor)] == []
+    _, info = type(model).from_pretrained(out, output_loading_info=True)
+    assert not any(info[fault] for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+@dataclass(frozen=True)
+class Sized:
+    """What an encoder reads of a processor of pictures of many sizes."""
+
+    packing_rows: Any = None
+    columns: Any = field(
+        default_factory=lambda: {"raw_rows": slice(0, 1), "image_sizes": slice(1, 3), "tile": slice(3, 5)}
+    )
+
+
+def test_pictures_of_many_sizes_run_one_by_one(tmp_path: Path) -> None:
+    """Pixtral's rows, and gradients of two microbatches added up; weights are gathered once per step."""
+    model = built(tiny("mistral3"))
+    model.save_pretrained(tmp_path)
+    vision: Any = encoder_of(
+        *composite_class("hf_composite", tmp_path),
+        "image",
+        "model.language_model",
+        checkpoint=tmp_path,
+        processor=Sized(),
+    )
+    assert spec_of_module(vision).runs_vary
+    materialize(vision, 0, name="vision")
+    shapes = [(28, 56), (56, 56), (28, 56), (56, 28)]
+    pixels = [torch.randn(3, *shape, generator=torch.Generator().manual_seed(n)) for n, shape in enumerate(shapes)]
+    for items in ([0, 1, 2, 3], [3, 0]):
+        sizes = np.array([(h * w, h, w, h, w) for h, w in (shapes[item] for item in items)], np.int64)
+        inner = vision.processor.packing_rows(sizes)
+        assert inner.tolist() == (sizes[:, 0] // 49).tolist()
+        values = torch.cat([pixels[item].flatten(1).T for item in items])
+        rows = vision(EncoderInputs(values, sizes, inner // 4, Packing.of(inner), raw_rows=sizes[:, 0]))
+        alone = [model.model.get_image_features(pixels[n][None], torch.tensor([shapes[n]])) for n in items]
+        wanted = torch.cat([torch.cat([*each.pooler_output]) for each in alone])
+        assert difference(rows.detach(), wanted.detach()) < 1e-5
+        rows.square().sum().backward()
+        wanted.square().sum().backward()
+    of_model = dict(model.named_parameters())
+    trained = [(n, p) for n, p in vision.named_parameters() if p.requires_grad]
+    assert all(difference(p.grad, of_model[vision.origin[name]].grad) < 1e-4 for name, p in trained)
+
+
+def test_only_rows_of_items_take_another_token(tmp_path: Path) -> None:
+    """A text of another tokenizer is not read as token 0."""
+    config = tiny("llava")
+    kind = HFTextKind("LlavaForConditionalGeneration", config.to_dict())
+    beyond = np.full(7, kind.vocabulary)
+    one = np.ones(1, np.int64)
+    item = PlacedItems("vision", "image", ("h",), one, one[:, None], 1 + one, one)  # row 2 of the second sample
+    content = SimpleNamespace(text=lambda _: (beyond, np.zeros(7, bool)), placed=lambda _: [item])
+    lengths = np.array([3, 4])
+    units: Any = SimpleNamespace(
+        content=content, numbers=np.arange(2), edge_rows=lengths, inner_rows=lengths, alike=False, slots={}
+    )
+    assert kind.inputs(units).ids.tolist() == [*beyond[:5].tolist(), 0, int(beyond[0])]
+
+
+@pytest.mark.parametrize(("model_type", "parallel"), [("llava", True), ("gemma3", False), ("paligemma", False)])
+def test_rows_that_see_later_rows_have_no_context_parallelism(model_type: str, parallel: bool, tmp_path: Path) -> None:
+    built(tiny(model_type)).save_pretrained(tmp_path)
+    made = hf_composite(tmp_path, check=model_type == "llava")
+    assert made["modules"]["llm"].context_parallel == parallel

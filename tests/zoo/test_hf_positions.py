@@ -1,0 +1,100 @@
+"""Columns that a composite's own forward makes are those that transformers makes in a forward of each sample alone."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hetero_strategy.errors import ModelError
+from hetero_strategy.model.kind import PlacedItems
+from hetero_strategy.zoo import hf_positions
+from hetero_strategy.zoo.hf_positions import BLOCKS, POSITIONS, HFTextKind
+from tests.zoo.composites import built, model_class, tiny
+
+IMAGE = 150
+GRIDS = [[(1, 4, 6)], [(1, 8, 2), (1, 4, 4)], []]
+"""Images of three samples, as (t, h, w) in patches; 2 x 2 patches are a row."""
+
+
+def kind_of(config: Any) -> HFTextKind:
+    return pickle.loads(pickle.dumps(HFTextKind(model_class(config.model_type).__name__, config.to_dict())))
+
+
+def units_of(rows: list[list[int]], sizes: np.ndarray, names: tuple[str, ...], padding: int = 3) -> Any:
+    """Samples of five tokens before their images, two after each, and two at the end."""
+    lengths = np.array([7 + sum(n + 2 for n in each) for each in rows])
+    sample = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
+    starts = [5 + sum(n + 2 for n in each[:place]) for each in rows for place in range(len(each))]
+    counts = np.array([n for each in rows for n in each])
+    placed = PlacedItems("eyes", "image", names, sample, sizes, np.array(starts), counts)
+    ids = np.random.default_rng(0).integers(3, 140, lengths.sum()).astype(np.int32)
+    learnt = np.zeros(len(ids), bool)
+    learnt[np.cumsum(lengths) - 1] = True
+    content = SimpleNamespace(text=lambda _: (ids, learnt), placed=lambda _: [placed])
+    return SimpleNamespace(
+        content=content, numbers=np.arange(len(rows)), edge_rows=lengths, inner_rows=np.append(lengths, padding),
+        alike=False, slots={},
+    )  # fmt: skip
+
+
+def samples_of(inputs: Any, column: str) -> list[torch.Tensor]:
+    return list(inputs.columns[column].split(inputs.packing.lengths.tolist(), dim=-1))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
+@pytest.mark.parametrize("names", [("grid_h", "grid_w"), ("raw_rows", *(f"image_grid_thw[{n}]" for n in range(3)))])
+def test_axes_are_those_of_transformers(model_type: str, names: tuple[str, ...]) -> None:
+    config = tiny(model_type)
+    grids = np.array([grid for each in GRIDS for grid in each])
+    sizes = grids[:, 1:] if len(names) == 2 else np.insert(grids, 0, 0, axis=1)
+    rows = [[h * w // 4 for _, h, w in each] for each in GRIDS]
+    inputs = kind_of(config).inputs(units_of(rows, sizes, names))
+    base = built(config).model
+    *found, alignment = samples_of(inputs, POSITIONS)
+    assert len(found) == 3 and not alignment.any() and BLOCKS not in inputs.columns
+    for positions, each in zip(found, GRIDS, strict=True):
+        ids = torch.full((positions.shape[1],), 5)
+        at = 5
+        for _, h, w in each:
+            ids[at : (at := at + h * w // 4)] = IMAGE
+            at += 2
+        wanted = torch.arange(len(ids)).expand(3, -1)
+        if each:
+            types = (ids == IMAGE).int()[None]
+            wanted = base.get_rope_index(ids[None], mm_token_type_ids=types, image_grid_thw=torch.tensor(each))[0][:, 0]
+            assert not torch.equal(wanted, torch.arange(len(ids)).expand(3, -1))
+        assert torch.equal(positions, wanted)
+
+
+def test_blocks_are_the_images_of_gemma() -> None:
+    inputs = kind_of(tiny("gemma3")).inputs(units_of([[4], [4, 4], []], np.full((3, 2), 4), ("grid_h", "grid_w")))
+    *found, _ = samples_of(inputs, BLOCKS)
+    assert POSITIONS not in inputs.columns
+    for blocks, images in zip(found, ([5], [5, 11], []), strict=True):
+        inside = {row for start in images for row in range(start, start + 4)}
+        assert [row for row, block in enumerate(blocks.tolist()) if block >= 0] == sorted(inside)
+        assert len({tuple(blocks[start : start + 4].tolist()) for start in images}) == len(images)
+        assert all(len(set(blocks[start : start + 4].tolist())) == 1 for start in images)
+
+
+def test_prompts_of_paligemma_see_themselves_and_count_from_one() -> None:
+    inputs = kind_of(tiny("paligemma")).inputs(units_of([[4], []], np.full((1, 2), 4), ("grid_h", "grid_w")))
+    one, two, _ = samples_of(inputs, POSITIONS)
+    assert one.tolist() == [list(range(1, 14))] and two.tolist() == [list(range(1, 8))]
+    assert [part.tolist() for part in samples_of(inputs, BLOCKS)[:2]] == [[0] * 12 + [-1], [0] * 6 + [-1]]
+
+
+def test_a_composite_without_either_has_no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = kind_of(tiny("llava"))
+    monkeypatch.setattr(hf_positions, "_grids", None)  # nothing is asked of it
+    assert not kind.inputs(units_of([[16], []], np.full((1, 2), 4), ("grid_h", "grid_w"))).columns
+
+
+def test_a_forward_that_needs_more_is_refused() -> None:
+    with pytest.raises(ModelError, match="Gemma4ForConditionalGeneration: its forward fails before the language model"):
+        HFTextKind("Gemma4ForConditionalGeneration", tiny("gemma4").to_dict())
