@@ -1,0 +1,37 @@
+"""A few families of transformers in mixed layouts, and what the table says of one that leaks."""
+
+from __future__ import annotations
+
+import sys
+from math import inf
+
+import pytest
+import torch
+
+from benchmarks.hugging_face import BOUND, FEW, LAYOUTS, main, prepared, worst
+from hetero_strategy.testing import Pool
+from hetero_strategy.zoo import HFCausalLM
+
+
+@pytest.mark.distributed
+def test_few_families_equal_one_process(pool: Pool) -> None:
+    found = main(["--families", "few"], pool)["families"]
+    assert set(found) == set(FEW)
+    for line in found.values():
+        assert line["stages"] == line["others"] == 0.0
+        assert set(line) >= {"packed", "alone", "others", "stages", *LAYOUTS} - {"tp2 pp2"}
+        assert max(line.values()) <= BOUND
+
+
+def test_a_family_that_leaks_is_far_off_without_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[HFCausalLM.__module__]
+    monkeypatch.setattr(module, "mixers_of", lambda blocks, _: [[] for _ in blocks], raising=False)
+    line, notes, runs = prepared("minimax")
+    assert line["packed"] > 0.5 and not runs
+    assert "MiniMaxForCausalLM of transformers" in notes[0]
+
+
+def test_a_missing_gradient_and_a_wrong_one_count() -> None:
+    one, two = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 2.0])
+    assert worst({"a": one, "b": two}, [{"a": one}, {"b": two * 1.5}])[0] == pytest.approx(0.5)
+    assert worst({"a": one, "b": two}, [{"a": one}, {"a": one}]) == (inf, "b")
