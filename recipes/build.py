@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import hydra
@@ -28,12 +29,13 @@ from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.profiling.device import cores_of_node
 from hetero_strategy.schedule.policies import schedule_policy
 from hetero_strategy.strategy import HeteroStrategy
+from hetero_strategy.zoo.hf_composite import hf_folder
 from recipes.cli import external, rank
 from recipes.drawings import Judge
 from recipes.lit import LitMultimodal, adamw_cosine
 
 FIELDS = (
-    *("imports", "seed", "resume", "encoded", "optimizer", "strategy", "checkpoint", "monitor", "report"),
+    *("imports", "folder", "seed", "resume", "encoded", "optimizer", "strategy", "checkpoint", "monitor", "report"),
     *("model", "data", "layout", "trainer", "logger"),
 )
 
@@ -63,6 +65,7 @@ class Report(TypedDict):
     judge: dict[str, Any] | None
 
 
+OF_FOLDER = "recipes.build.of_folder"
 ENCODED = "hetero_strategy.data.encoded_rows.encoded"
 
 
@@ -78,6 +81,7 @@ def check_configuration(cfg: DictConfig, *more: str) -> None:
     """
     _only("", cfg, (*FIELDS, *more))
     import_all(cfg)
+    _read_folder(cfg)
     if (schedule := OmegaConf.select(cfg, "strategy.schedule")) not in (None, "auto"):
         schedule_policy(str(schedule))
     if "sample" in cfg.data and "cluster" not in more:
@@ -91,6 +95,31 @@ def check_configuration(cfg: DictConfig, *more: str) -> None:
         _only(path, cfg[path], list(typed.__annotations__))
         check_types(path, typed, **fields(cfg[path]))
     check_types("optimizer", adamw_cosine, **fields(cfg.optimizer))
+
+
+def _read_folder(cfg: DictConfig) -> None:
+    """Fill ``model.modules`` with the modules of ``folder``, but those that are null."""
+    if not (folder := cfg.get("folder")):
+        return
+    if not Path(folder, "config.json").is_file():
+        raise ConfigError(
+            f"folder={folder}: it has no config.json; give a local folder, such as transformers' save_pretrained writes"
+        )
+    if other := [name for name, module in cfg.model.modules.items() if module and module._target_ != OF_FOLDER]:
+        raise ConfigError(
+            f"folder={folder}: it is the model, and model=... has one, too, with a module '{other[0]}'; leave out one,"
+            " or the experiment that chooses it"
+        )
+    with torch.device("meta"):
+        names = list(hf_folder(folder))
+    _only("model.modules", cfg.model.modules, names)
+    modules = {n: {"_target_": OF_FOLDER, "folder": folder, "name": n} for n in names}
+    cfg.model.modules = {n: cfg.model.modules.get(n, module) and module for n, module in modules.items()}
+
+
+def of_folder(folder: str, name: str) -> Adapter:
+    """Build a module of a Hugging Face folder."""
+    return hf_folder(folder)[name]
 
 
 def _only(path: str, node: Any, names: Sequence[str]) -> None:

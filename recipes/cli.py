@@ -28,9 +28,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from hetero_strategy.errors import CheckpointError, ConfigError, HeteroError
+from hetero_strategy.model import hf_sources
 from hetero_strategy.strategy.ending import lost_a_rank
 from hetero_strategy.strategy.launch import STARTED_BY, die_with_script
-from hetero_strategy.zoo import hf
 from recipes import torchrun
 
 CONF = str(Path(__file__).parent.parent / "conf")
@@ -85,7 +85,7 @@ def start(task: Callable[[], None], outputs: str = "outputs") -> None:
 
 def hush() -> None:
     """Silence messages of libraries that every process would repeat and no user can act on."""
-    hf.hush()
+    hf_sources.hush()
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", module="lightning.*")
 
 
@@ -226,11 +226,13 @@ NO_EXPERIMENT = "experiment='none'"
 
 def of_no_experiment(arguments: list[str]) -> list[str]:
     """Leave the default experiment out of a command line that names a run: the run's configuration holds, and a group
-    that the command line chooses means the file of conf/, without the changes of an experiment.
+    that the command line chooses means the file of conf/, without the changes of an experiment. A command line that
+    names a folder has that experiment.
     """
-    runs = any(re.match(r"(resume|run)=(?!(null)?$)", argument) for argument in arguments)
-    said = any(argument.startswith("experiment=") for argument in arguments)
-    return [*arguments, *([NO_EXPERIMENT] if runs and not said else [])]
+    named = {match[1] for argument in arguments if (match := re.match(r"(\w+)=(?!(null)?$)", argument))}
+    if "experiment" in named or not named & {"resume", "run", "folder"}:
+        return arguments
+    return [*arguments, NO_EXPERIMENT if named & {"resume", "run"} else "experiment=folder"]
 
 
 def with_transforms(arguments: list[str]) -> list[str]:

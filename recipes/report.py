@@ -141,8 +141,11 @@ def _question(data: MultimodalDataModule, index: DatasetIndex, sample: int) -> s
     first, last = index.offsets[sample], index.offsets[sample + 1]
     item, names = np.zeros(last - first, np.int64), [""]
     for module, table in index.items.items():
-        for number in index.item_numbers(module, np.array([sample])):
-            item[table.start[number] : table.start[number] + table.rows[number]] = len(names)
+        numbers = index.item_numbers(module, np.array([sample]))
+        run, start, rows = table.runs(numbers)
+        for place in range(len(numbers)):  # what lies between an item's runs is the item's, too
+            first_run, last_run = np.flatnonzero(run == place)[[0, -1]]
+            item[start[first_run] : start[last_run] + rows[last_run]] = len(names)
             names.append(placeholder(data.processors[module].field))
     asked = ~index.loss[first:last]
     runs = itertools.groupby(zip(item[asked], index.ids[first:last][asked], strict=True), key=lambda pair: pair[0])

@@ -135,7 +135,7 @@ def test_every_model_and_data_set_is_in_the_table() -> None:
     def names(group: str) -> set[str]:
         return {path.stem for path in Path(cli.CONF, group).glob("*.yaml")}
 
-    assert names("model") == {*PAPERS, "digits", "digits_draw"}
+    assert names("model") == {*PAPERS, "digits", "digits_draw", "folder"}
     assert names("data") == {*(data for data, _ in PAPERS.values()), "digits", "digits_draw", "manifest", "text"}
 
 
