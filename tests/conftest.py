@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 # Before torch is imported: one thread per process, profiles are kept beside the tests and not at home, nothing reaches
 # for the network, and a look for CUDA devices leaves processes that may fork.
@@ -20,6 +21,9 @@ import pytest
 import torch
 
 from tests.shapes import check_shapes
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jobs ignore it, and tests send it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 check_shapes()  # before anything imports the package
 

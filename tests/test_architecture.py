@@ -37,6 +37,7 @@ ROOMS = (
     "data",
     "model",
     "layout",
+    "disk_cache",
     "ragged",
     "errors",
 )
