@@ -372,9 +372,9 @@ def test_faults_of_a_folder_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("make", [titan_llama, hf_llama])
-def test_a_folder_of_a_model_that_is_not_built_is_refused_with_what_to_do(tmp_path, make):
+def test_a_folder_of_another_model_is_refused_with_what_takes_it(tmp_path, make):
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "mistral"}))
-    with pytest.raises(ModelError, match=r"of a 'mistral' model, and it takes 'llama'; docs/your_module\.md says"):
+    with pytest.raises(ModelError, match=r"of a 'mistral' model, and it takes 'llama'; use hf_causal_lm or hf_encoder"):
         make(checkpoint=tmp_path)
 
 
