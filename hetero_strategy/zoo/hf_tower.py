@@ -224,8 +224,7 @@ class HFTower(HFAdapter, Backbone):
         assert self.prepare is not None
         if not isinstance(inputs, TowerInputs):
             inputs = self.prepare(inputs).to(inputs.values.device)
-        grids = self.prepare.grids(inputs.sizes)
-        total, items = int(grids.prod(1).sum()), np.arange(len(inputs.sizes))
+        total, items = int(self.prepare.grids(inputs.sizes).prod(1).sum()), np.arange(len(inputs.sizes))
         shape = (total, self.channels * self.frames * self.patch**2)
         if self.first_stage:
             values = self._as_taken(inputs, shape[1])
@@ -237,7 +236,7 @@ class HFTower(HFAdapter, Backbone):
             values = hidden.new_zeros(1).expand(shape)
         tower = self.model.get_submodule(self.path)
         columns = inputs.columns
-        rows = self._run(lambda: self._output(tower(values, grid_thw=grids, **columns)))
+        rows = self._run(lambda: self._output(tower(values, **columns)))
         return rows.reshape(-1, rows.shape[-1])[: None if len(items) else 0]
 
     def _as_taken(self, inputs: EncoderInputs, feature: int) -> Tensor:
@@ -284,8 +283,8 @@ class HFTower(HFAdapter, Backbone):
         grids = torch.tensor([[1, *self.tile]] * TILES, device="cpu")
         tower = model.get_submodule(self.path)
         values = torch.zeros(TILES * prod(self.tile), self.channels * self.frames * self.patch**2)
-        with self.prepare.recording(tower, grids):
-            return self._output(tower(values, grid_thw=grids))
+        with self.prepare.recording(tower, grids) as empty:
+            return self._output(tower(values, grid_thw=empty))
 
     def _check_tiles(self, inputs: EncoderInputs, items: np.ndarray, unit: int, size: tuple[int, int]) -> None:
         pixels = [side * unit for side in size]

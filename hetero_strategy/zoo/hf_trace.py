@@ -292,8 +292,8 @@ class Prepare:
         return torch.from_numpy(np.ascontiguousarray(grids))
 
     def __call__(self, inputs: EncoderInputs) -> TowerInputs:
-        results: list[list[Any]] = [[self.grids(inputs.sizes)]]
-        columns: dict[str, Any] = {}
+        results: list[list[Any]] = [[grids := self.grids(inputs.sizes)]]
+        columns: dict[str, Any] = {"grid_thw": grids}
         for function, arguments, names in self._steps:
             made = function(**_filled(arguments, results))
             results.append(list(made) if isinstance(made, tuple) else [made])
@@ -304,10 +304,13 @@ class Prepare:
         return TowerInputs(**fields, columns=columns, prepare=self)
 
     @contextmanager
-    def recording(self, tower: nn.Module, grids: Tensor) -> Iterator[None]:
-        """Note every call of ``transformers.vision_utils`` by a tower's forward, which gets results without values."""
+    def recording(self, tower: nn.Module, grids: Tensor) -> Iterator[Tensor]:
+        """Note every call of ``transformers.vision_utils`` by a tower's forward, which gets results without values, and
+        yield the grids without values.
+        """
         names = vars(sys.modules[type(tower).__module__])
-        known: dict[int, _Result] = {id(grids): _Result()}
+        empty = grids.to(META)
+        known: dict[int, _Result] = {id(empty): _Result()}
         values: list[list[Any]] = [[grids]]
         kept: list[Any] = []  # a freed tensor's id may come again
         old = {name: function for name, function in names.items() if _takes_ready_results(function)}
@@ -331,7 +334,7 @@ class Prepare:
 
         try:
             names.update({name: partial(wrapped, function) for name, function in old.items()})
-            yield
+            yield empty
         finally:
             names.update(old)
 

@@ -29,15 +29,22 @@ WHOLE = {
     "image_grid_pinpoints": [[28, 28], [28, 56], [56, 28], [56, 56]], "alignment_intermediate_size": 64,
 }  # fmt: skip
 """Fields of composites."""
+ATTEND = ["linear_attention", "full_attention", "full_attention", "full_attention"]
+"""Kinds of layers with which positions matter: layers with a state have none."""
 OWN: Mapping[str, Mapping[str, Any]] = {
     "internvl_vision": {"image_size": [28, 28], "patch_size": [7, 7]},
     "vipllava": {"vision_feature_layer": [-2, -1]},
     "voxtral_encoder": {"intermediate_size": 128},
     "qwen2_vl_vision": {"hidden_size": 64},
+    "qwen3_5_text": {"layer_types": [*ATTEND]},
+    "qwen3_5_moe_text": {"layer_types": [*ATTEND]},
 }
-"""``model_type`` of a tower's config -> its own fields."""
-AXES = ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text")
-"""Language models whose class leaves the sections of their axes open, as no folder does."""
+"""``model_type`` of a part's config -> its own fields."""
+AXES = {
+    "qwen2_vl_text": [4, 2, 2], "qwen2_5_vl_text": [4, 2, 2], "glm4v_text": [4, 2, 2], "glm4v_moe_text": [2, 1, 1],
+    "qwen3_5_text": [3, 3, 2], "qwen3_5_moe_text": [3, 3, 2],
+}  # fmt: skip
+"""Language models whose class leaves the sections of their axes open, as no folder does -> the sections."""
 
 
 def tiny(model_type: str, **fields: Any) -> Any:
@@ -72,9 +79,12 @@ def built(config: Any) -> Any:
 
 
 def _text(config: Any) -> Any:
-    made = type(config)(**{**tiny_fields(config), "num_key_value_heads": 2, "initializer_range": 0.2})
+    fields = {**tiny_fields(config), "num_key_value_heads": 2, "initializer_range": 0.2}
+    made = type(config)(**{**fields, **OWN.get(config.model_type, {})})
     if config.model_type in AXES:
-        made.rope_parameters = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}
+        made.rope_parameters = {
+            **made.rope_parameters, "rope_theta": 1e6, "mrope_section": AXES[config.model_type]
+        }  # fmt: skip
     return made
 
 
