@@ -38,6 +38,7 @@ ROOMS = (
     "model",
     "layout",
     "disk_cache",
+    "mask",
     "ragged",
     "errors",
 )
@@ -45,6 +46,7 @@ ROOMS = (
 PURE = (
     "errors.py",
     "ragged.py",
+    "mask.py",
     "layout/spec.py",
     "layout/row_sharding.py",
     "plan/**/*.py",

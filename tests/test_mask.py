@@ -1,0 +1,152 @@
+"""Masks as slices, against masks written pair by pair, which share no code with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from hetero_strategy.errors import DataError, ModelError
+from hetero_strategy.mask import (
+    BidirectionalItems,
+    Causal,
+    Full,
+    ItemsAlone,
+    MaskRule,
+    Prefix,
+    Slices,
+    Spans,
+    Words,
+    rule_faults,
+)
+
+Pairs = Callable[[], np.ndarray]
+
+
+class Draw:
+    """Sequences with items of two modules, and what dense masks need of each row."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = np.random.default_rng(seed)
+        longest = (1, 8, 40)[seed % 3]
+        self.lengths = rng.integers(0, longest + 1, rng.integers(1, 6))
+        self.sequence, self.position, self.item, self.source = ([] for _ in range(4))
+        items = []
+        for number, length in enumerate(self.lengths.tolist()):
+            of_row, position = [-1] * length, 0
+            while (position := position + int(rng.integers(0, 9))) < length:
+                rows = min(int(rng.integers(0, 12)), length - position)
+                items.append((number, position, rows, ("vision", "audio")[int(rng.integers(2))]))
+                of_row[position : position + rows] = [len(items) - 1] * rows
+                position += rows
+            self.sequence += [number] * length
+            self.position += range(length)
+            self.item += of_row
+        self.source = [items[item][3] if item >= 0 else "" for item in self.item]
+        self.window, shuffled = int(rng.integers(1, 16)), [items[at] for at in rng.permutation(len(items))]
+        self.prompts = np.array([int(rng.integers(0, length + 1)) for length in self.lengths], np.int64)
+        columns = [np.array([line[at] for line in shuffled], np.int64) for at in range(3)]
+        self.items = Spans(*columns, np.array([line[3] for line in shuffled], "U6"), self.prompts)
+        self.words = np.where(
+            np.array(self.item, np.int64) < 0,
+            1 | 2 * rng.integers(0, 8, 6)[np.array(self.sequence, np.int64)],
+            2 ** (1 + np.array(self.item, np.int64) % 3),
+        ).astype(np.int64)
+
+    def cases(self) -> list[tuple[MaskRule, Pairs]]:
+        q, k = np.ix_(*[np.arange(len(self.item))] * 2)
+        sequence, position, item = (np.array(x, np.int64) for x in (self.sequence, self.position, self.item))
+        together, back = sequence[q] == sequence[k], k <= q
+        near = back & (q - k < self.window)
+        same = (item[q] == item[k]) & (item[q] >= 0)
+        images = same & (np.array(self.source, "U6")[q] == "vision")
+        asked = (position[q] < self.prompts[sequence[q]]) & (position[k] < self.prompts[sequence[k]])
+        w, words = self.window, self.words
+        text = (words[q] & 1) == 1
+        bits = np.where(text, back & ((words[q] & words[k]) != 0), words[q] == words[k])
+        return [
+            (Causal(), lambda: together & back),
+            (Causal(w), lambda: together & near),
+            (Full(), lambda: together),
+            (Prefix(), lambda: together & (back | asked)),
+            (BidirectionalItems(), lambda: together & (back | same)),
+            (BidirectionalItems(("vision",)), lambda: together & (back | images)),
+            (BidirectionalItems(("vision",), w), lambda: together & (back | images) & (q - k < w)),
+            (BidirectionalItems(None, w, whole_items=True), lambda: together & (near | same)),
+            (ItemsAlone(), lambda: np.where(item[q] >= 0, same, together & back)),
+            (ItemsAlone(("vision",)), lambda: np.where(images.any(1)[:, None], images, together & back)),
+            (Words(lambda *_: words), lambda: together & bits),
+        ]
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_slices_are_the_mask(part: int) -> None:
+    """500 draws: the pairs of each row, the pairs and the keys between any edges; two slices never have one pair."""
+    for seed in range(part, 500, 5):
+        draw = Draw(seed)
+        rule, pairs = draw.cases()[seed // 5 % 11]
+        wanted, slices = pairs(), rule.slices(draw.lengths, draw.items)
+        total = len(wanted)
+        low, high = slices.intervals()
+        keys = np.arange(total)[:, None, None]
+        seen = ((low <= keys) & (keys < high)).sum(1).T
+        assert seen.tolist() == wanted.astype(int).tolist(), (seed, rule)
+        edges = np.sort(draw.rng.integers(0, total + 1, 5))
+        edges = np.append(edges, total) if seed % 2 else np.concatenate([[0], edges])
+        between = list(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True))
+        assert slices.work(edges).tolist() == [int(wanted[a:b].sum()) for a, b in between]
+        blocks, runs = slices.block_keys(edges)
+        for block, (first, last) in enumerate(between):
+            of_any = np.flatnonzero(np.diff(wanted[first:last].any(0).astype(int), prepend=0, append=0)).reshape(-1, 2)
+            assert slices.key_runs(first, last).tolist() == runs[blocks == block].tolist() == of_any.tolist()
+
+
+def test_tables_grow_with_sequences_and_items_alone() -> None:
+    """A million rows, an image in every 10,000."""
+    items = Spans(*(np.arange(100) * 0, np.arange(100) * 10_000, np.full(100, 4_000), np.full(100, "vision")))
+    for rule in (Causal(99), BidirectionalItems(window=99), ItemsAlone()):
+        slices = rule.slices(np.array([1_000_000]), items)
+        assert len(slices.row) <= 3 * (2 * 100 + 1)
+        edges = np.arange(0, 1_000_001, 128)
+        assert slices.work(np.append(edges, 1_000_000)).sum() == slices.work(np.array([0, 1_000_000]))[0]
+
+
+def test_no_rows_have_no_slices() -> None:
+    for lengths in (np.zeros(0, np.int64), np.zeros(2, np.int64)):
+        for rule in (Causal(), Causal(3), Full(), ItemsAlone(), Words(lambda *_: np.zeros(0, np.int64))):
+            slices = rule.slices(lengths, Spans.none())
+            assert len(slices.row) == slices.total == 0 and slices.intervals()[0].shape == (1, 0)
+            assert slices.work(np.array([0, 0])).tolist() == [0] and len(slices.key_runs(0, 0)) == 0
+
+
+def test_faults_are_named() -> None:
+    def items(*lines: tuple[int, int, int]) -> Spans:
+        return Spans(*np.array(lines).T, np.full(len(lines), "vision"))
+
+    lengths = np.array([4, 8])
+    for window in (0, -1):
+        with pytest.raises(ModelError, match=f"a window of {window} rows sees nothing"):
+            Causal(window)
+    with pytest.raises(ModelError, match="a window of 0 rows"):
+        BidirectionalItems(window=0)
+    with pytest.raises(DataError, match="an item of 3 rows from row 2 leaves its sequence 0 of 4 rows"):
+        ItemsAlone().slices(lengths, items((1, 0, 2), (0, 2, 3)))
+    with pytest.raises(DataError, match="an item of 3 rows from row 1 of sequence 1 overlaps the next"):
+        BidirectionalItems().slices(lengths, items((1, 3, 2), (1, 1, 3)))
+    with pytest.raises(DataError, match=r"attention='prefix' needs the rows before the first label .* index again"):
+        Prefix().slices(lengths, items((1, 0, 2)))
+    with pytest.raises(
+        DataError, match=r"words of 12 rows are int64 \[12\] .* at most 62 .* int64 \[12\], the least -9"
+    ):
+        Words(lambda *_: np.full(12, 1 << 63, np.uint64).view(np.int64)).slices(lengths, Spans.none())
+    with pytest.raises(DataError, match=r"these are int64 \[3\], the least 1"):
+        Words(lambda *_: np.ones(3, np.int64)).slices(lengths, Spans.none())
+    with pytest.raises(DataError, match="a mask of 6 rows has no slice of row 4"):
+        Slices.of(np.array([0, 5]), np.array([4, 6]), 0, np.array([1, 1]), False, False, 6)
+    with pytest.raises(DataError, match="row 0 begins a slice in which a row sees no key"):
+        Slices.of(np.array([0]), np.array([4]), 0, np.array([3]), False, True, 4)
+    assert [*rule_faults("llm", ItemsAlone(("visoin",)), ["audio", "vision"])] == [
+        "llm: its attention is of items of 'visoin', from which no edge leads to it; edges lead from audio, vision"
+    ]
+    assert not [*rule_faults("llm", ItemsAlone(("vision",)), ["vision"]), *rule_faults("llm", Causal(), [])]
