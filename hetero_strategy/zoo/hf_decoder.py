@@ -26,6 +26,7 @@ from hetero_strategy.zoo.hf import (
     make_model,
     make_norms_precise,
 )
+from hetero_strategy.zoo.hf_experts import use_routed_experts
 from hetero_strategy.zoo.hf_mixers import TakesPacking, mixers_of, run_each_sequence
 from hetero_strategy.zoo.hf_packed import packed_rows, some_mask, use_packed_attention
 from hetero_strategy.zoo.hf_stand_ins import Calling, Given, Kept, StandIn, first_of, parts_of, shallow
@@ -68,6 +69,7 @@ class HFCausalLM(HFAdapter, CausalLM):
         _check_supported(who, text)
         self.model = make_model(model_class, config)
         use_packed_attention(self.model)
+        use_routed_experts(self.model)
         make_norms_precise(self.model)
         self.architecture, self.config, self.text = who, self.model.config, text
         self.path, self.layers = _block_list(who, self.model, path, text.num_hidden_layers)

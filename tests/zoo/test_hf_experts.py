@@ -1,4 +1,4 @@
-"""FLOPs and memory of mixtures of experts, whose weights are stacks of matrices."""
+"""Mixtures of experts, whose weights are stacks of matrices: results, FLOPs and memory."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from hetero_strategy.errors import ModelError
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.adapter import block_linear_flops
 from hetero_strategy.model.read_spec import trained_share
 from hetero_strategy.model.spec import KEPT
 from hetero_strategy.profiling.activations import activations_of
 from hetero_strategy.profiling.stage_memory import features
-from hetero_strategy.zoo.hf import HFAdapter
-from hetero_strategy.zoo.hf_causal_lm import hf_causal_lm
+from hetero_strategy.zoo.hf import HFAdapter, make_norms_precise
+from hetero_strategy.zoo.hf_causal_lm import HFCausalLM, hf_causal_lm
+from tests.model.helpers import ready, tokens
+from tests.zoo.families import TINY
 
 WIDTH, HEADS, EXPERTS, VISITS = 64, 4, 6, 2
 SIZES = {
@@ -90,3 +95,78 @@ def test_a_loop_over_experts_is_predicted_by_the_formula() -> None:
     model = MultimodalModel({"llm": module}, seed=1)
     (predicted,) = activations_of(model, torch.float32, ways={"llm": {"": ()}})["llm"].blocks.values()
     assert predicted.kept[:, 0, 0] == pytest.approx(np.array(KEPT) * WIDTH * 4)
+
+
+def experts_of(model_type: str) -> nn.Module:
+    """The first experts of a tiny model, in fp64."""
+    module = ready(hf_causal_lm(model_type=model_type, **TINY[model_type], check=False), dtype=torch.float64)
+    return next(part for part in module.modules() if hasattr(part, "_is_expert_parallel"))
+
+
+def theirs(module: HFCausalLM) -> Any:
+    """The same model with transformers' loops over experts and sequences, in fp64."""
+    config = type(module.config)(**module.config.to_dict())
+    kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, **kinds, dtype=torch.float64)
+    model.load_state_dict(module.model.state_dict())
+    make_norms_precise(model)
+    return model.train(module.training)
+
+
+def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[n] - expected[n]).norm() / expected[n].norm().clamp(min=1e-9)) for n in expected)
+
+
+@pytest.mark.parametrize("way", ["drawn", "all to one", "one without"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "phimoe", "ernie4_5_moe"])
+def test_experts_compute_what_those_of_transformers_do(model_type: str, way: str) -> None:
+    """Two microbatches; stacks as they are or transposed, joined or interleaved gates, with and without biases."""
+    experts: Any = experts_of(model_type)
+    count, width = experts.num_experts, experts.config.get_text_config().hidden_size
+    run, draw = type(experts), torch.Generator().manual_seed(3)
+    results = []
+    for implementation in ("eager", "hetero_routed"):
+        experts.zero_grad()
+        experts.config._experts_implementation_internal = implementation
+        found: dict[str, torch.Tensor] = {}
+        draw.manual_seed(3)
+        for batch, rows in enumerate((17, 5)):
+            x = torch.randn(rows, width, generator=draw, dtype=torch.float64, requires_grad=True)
+            w = torch.rand(rows, 2, generator=draw, dtype=torch.float64, requires_grad=True)
+            chosen = torch.rand(rows, count - 1, generator=draw).topk(2).indices
+            chosen = {"drawn": (chosen + 1) % count, "all to one": torch.full_like(chosen, 1), "one without": chosen}[
+                way
+            ]
+            out = run.forward(experts, x, chosen, w)
+            out.square().sum().backward()
+            found |= {f"out {batch}": out.detach(), f"rows {batch}": x.grad, f"weights {batch}": w.grad}
+        results.append(found | {n: p.grad.clone() for n, p in experts.named_parameters()})
+    assert worst(results[1], results[0]) < 1e-12
+    damaged = results[1] | {"out 0": results[1]["out 0"].roll(1, 0)}
+    assert worst(damaged, results[0]) > 1e-2
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_a_mixture_is_that_of_transformers(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradients of two microbatches, in fp64: softmax, too, which transformers computes in fp32."""
+    softmax = F.softmax
+    monkeypatch.setattr(F, "softmax", lambda x, dim=-1, dtype=None, **_: softmax(x, dim))
+    module = ready(hf_causal_lm(model_type=model_type, **TINY[model_type], check=False), dtype=torch.float64)
+    reference = theirs(module)
+    for lengths in ([5, 9, 1], [4, 11]):
+        inputs = tokens(lengths)
+        loss = module(inputs).loss_sum
+        loss.backward()
+        alone = [reference(input_ids=ids[None], use_cache=False).logits[0] for ids in inputs.ids.split(lengths)]
+        expected = F.cross_entropy(torch.cat(alone), inputs.labels, reduction="sum")
+        expected.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
+    own = {n: p.grad for n, p in module.model.named_parameters()}
+    assert worst(own, {n: p.grad for n, p in reference.named_parameters()}) < 1e-10
+
+
+def test_another_implementation_of_experts_is_refused() -> None:
+    config = CONFIG_MAPPING["mixtral"](**TINY["mixtral"], experts_implementation="batched_mm")
+    with pytest.raises(ModelError, match=r"experts_implementation='batched_mm'.*leave it out"):
+        HFCausalLM(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)

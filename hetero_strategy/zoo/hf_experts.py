@@ -1,0 +1,79 @@
+"""Experts of transformers' mixtures, whose weights are stacks of matrices: rows are routed by this library.
+
+transformers' classes, parameters and routers stay. Its registry of experts' forwards gets one function, as the registry
+of attention does.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hetero_strategy.errors import ModelError
+from hetero_strategy.model.experts import routed
+
+HF_EXPERTS = "hetero_routed"
+"""Name of the function in transformers' registry."""
+
+
+def use_routed_experts(model: nn.Module) -> None:
+    """Set the registered function in every config of a model that has experts.
+
+    Raises:
+        ModelError: a config asks for another implementation of transformers.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(HF_EXPERTS, _experts)
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation_internal"):
+            if config._experts_implementation_internal not in (None, "grouped_mm", "eager", HF_EXPERTS):
+                raise ModelError(
+                    f"{type(model).__name__}: experts_implementation={config._experts_implementation_internal!r} in its"
+                    " config, but rows are routed to experts here; leave it out"
+                )
+            config._experts_implementation_internal = HF_EXPERTS
+
+
+def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Run a transformers module of experts on rows ``[T, width]``, with choices and weights ``[T, k]`` of a router."""
+    exchange = module.__dict__.get("exchange")
+    return routed(hidden_states, top_k_index, top_k_weights, module.num_experts, partial(_compute, module), exchange)
+
+
+def _compute(module: Any, rows: Tensor, ends: Tensor) -> Tensor:
+    """Run this rank's experts on rows ``[n, width]``, sorted by expert."""
+    if module.has_gate:
+        hidden = module._apply_gate(_linear(module, "gate_up_proj", rows, ends))
+    else:
+        hidden = module.act_fn(_linear(module, "up_proj", rows, ends))
+    out = _linear(module, "down_proj", hidden, ends)
+    return module.post_expert_norm(out) if module.has_post_expert_norm else out
+
+
+def _linear(module: Any, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each expert's rows by its matrix and add its bias."""
+    weight = getattr(module, name)
+    out = _grouped(rows.to(weight.dtype), weight if module.is_transposed else weight.transpose(1, 2), ends)
+    if not module.has_bias:
+        return out
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    return out + getattr(module, f"{name}_bias").repeat_interleave(counts, 0, output_size=len(rows))
+
+
+def _grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows ``[n, in]`` by the matrices of their experts, ``[experts, in, out]``.
+
+    torch's kernel has no fp64; transformers' operator, a loop, has every dtype and waits for the device.
+    """
+    from transformers.integrations import moe
+
+    if rows.dtype == torch.float64 or not moe._can_use_grouped_mm(rows, weights, ends):
+        out: Tensor = torch.ops.transformers.grouped_mm_fallback(rows, weights, ends)
+        return out
+    return F.grouped_mm(rows, weights, offs=ends)
