@@ -24,7 +24,7 @@ from hetero_strategy.zoo.hf_check import checked
 from hetero_strategy.zoo.hf_composed import HFComposedLM, composite_class, decoder_path, keep_only, sections
 from hetero_strategy.zoo.hf_decoder import HFCausalLM
 from hetero_strategy.zoo.hf_features import HFFeatures
-from hetero_strategy.zoo.hf_tower import HFTower
+from hetero_strategy.zoo.hf_grid_tower import GridTower
 
 MEDIA = {"vision": "image", "audio": "audio"}
 """Name of an encoder -> kind of its media."""
@@ -118,7 +118,7 @@ def encoder_of(
     columns = getattr(processor, "columns", {})
     if "grid_thw" in inspect.signature(type(tower).forward).parameters:
         deep = bool(getattr(tower.config, "deepstack_visual_indexes", None))
-        backbone = HFTower(whole, path=tower_path, deepstack=deep, checkpoint=checkpoint, grid=columns.get(GRID))
+        backbone = GridTower(whole, path=tower_path, deepstack=deep, checkpoint=checkpoint, grid=columns.get(GRID))
         return Encoder(backbone, nn.Identity(), width=backbone.width, processor=processor)
     return HFFeatures(whole, kind, columns=columns, checkpoint=checkpoint, processor=processor)
 

@@ -29,8 +29,9 @@ from hetero_strategy.zoo.hf import (
 from hetero_strategy.zoo.hf_experts import use_routed_experts
 from hetero_strategy.zoo.hf_mixers import TakesPacking, mixers_of, run_each_sequence
 from hetero_strategy.zoo.hf_packed import packed_rows, some_mask, use_packed_attention
-from hetero_strategy.zoo.hf_stand_ins import Calling, Given, Kept, StandIn, first_of, parts_of, shallow
+from hetero_strategy.zoo.hf_stand_ins import Calling, Given, Kept, StandIn, first_of, shallow
 from hetero_strategy.zoo.hf_tp import tensor_parallel_faults, tensor_parallel_plan
+from hetero_strategy.zoo.hf_trace import parts_of
 
 NO_COLUMNS: Mapping[str, Tensor] = MappingProxyType({})
 

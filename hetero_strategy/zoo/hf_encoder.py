@@ -16,7 +16,8 @@ from hetero_strategy.model.encoder import Encoder, Projector
 from hetero_strategy.model.hf_folder import PROCESSOR
 from hetero_strategy.model.inputs import EncoderInputs
 from hetero_strategy.zoo.hf import check_folder
-from hetero_strategy.zoo.hf_tower import HFTower
+from hetero_strategy.zoo.hf_grid_tower import GridTower
+from hetero_strategy.zoo.hf_tile_tower import TileTower
 
 
 class Merger(nn.Module):
@@ -78,9 +79,8 @@ def hf_encoder(
             f"hf_encoder: layer={layer}, but {type(tower).__name__} merges its patches behind its blocks; use layer=-1"
         )
     joins = merge if projector in ("merge", "shuffle") else 1
-    backbone = HFTower(
-        tower, layer=(-1 if ragged else -2) if layer is None else layer, merge=joins, checkpoint=checkpoint
-    )
+    made = GridTower if ragged else TileTower
+    backbone = made(tower, layer=(-1 if ragged else -2) if layer is None else layer, merge=joins, checkpoint=checkpoint)
     width = backbone.width
     with torch.device("meta"):
         if projector == "mlp" or projector == "shuffle":

@@ -23,7 +23,9 @@ from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.inputs import Movable, Packing
 
 HF_ATTENTION = "hetero_packed"
-"""Name of both functions in transformers' registries."""
+"""Name of both functions in transformers' registries, of language models and of towers that make no mask."""
+END_TO_END = "hetero_flash_rows"
+"""Name for towers whose rows lie end to end; with "flash" in it they call attention once per block."""
 NOT_HERE = ("position_bias", "head_mask")
 """Arguments of attention functions that would change the result, and that no kernel here supports."""
 
@@ -103,10 +105,11 @@ def register_hf_attention() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(HF_ATTENTION, _attention)
+    ALL_ATTENTION_FUNCTIONS.register(END_TO_END, _end_to_end)
     ALL_MASK_ATTENTION_FUNCTIONS.register(HF_ATTENTION, _mask)
 
 
-def use_packed_attention(model: nn.Module) -> None:
+def use_packed_attention(model: nn.Module, name: str = HF_ATTENTION) -> None:
     """Set the registered functions in every config of a model.
 
     The name is set after construction, because transformers looks for a kernel of an unknown name on its hub.
@@ -115,7 +118,7 @@ def use_packed_attention(model: nn.Module) -> None:
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
-            config._attn_implementation = HF_ATTENTION
+            config._attn_implementation = name
 
 
 def some_mask(rows: int) -> Tensor:
@@ -216,6 +219,26 @@ def _attention(
         blocks=mask.blocks,
     )
     return out[..., :wide].transpose(1, 2), None
+
+
+def _end_to_end(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *,
+    cu_seq_lens_q: Any = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Attend within the items of a tower, which hands on a packing in the place of their bounds."""
+    if query.is_meta and not isinstance(cu_seq_lens_q, Packing):  # a trace, which has no packing
+        cu_seq_lens_q = Packing.of(np.array([query.shape[2]])).to(query.device)
+    if not isinstance(cu_seq_lens_q, Packing):
+        raise ModelError(
+            f"{type(module).__name__} does not say where its items end, or makes it on the device: not run"
+        )
+    return _attention(module, query, key, value, PackedMask(cu_seq_lens_q, causal=False), **more)
 
 
 def _of_one_width(*rows: Tensor) -> Iterator[Tensor]:

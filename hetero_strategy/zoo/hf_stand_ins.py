@@ -1,18 +1,16 @@
-"""Run a part of a transformers base through the base's own forward: stand-ins take the places of all other parts."""
+"""Run a part of a transformers model through the model's own forward: stand-ins take the places of all other parts."""
 
 from __future__ import annotations
 
-import warnings
+import copy
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
-
-from hetero_strategy.errors import ModelError
-from hetero_strategy.zoo.hf_packed import AttentionCall, noted_attention
 
 
 class StandIn(nn.Module):
@@ -102,126 +100,65 @@ def first_of(result: Any) -> Any:
     return result if isinstance(result, Tensor) else result[0]
 
 
-class Parts(NamedTuple):
-    """The parts of a base, in the order in which its forward runs them on rows."""
+class Reached(Exception):
+    """An end of a forward at the block behind the last one needed; it has that block's input."""
 
-    before: list[str]
-    """Names of the parts with parameters that run before the blocks."""
-    after: list[str]
-    """Names of the parts with parameters that run after the blocks."""
-    attention: list[list[AttentionCall]]
-    """Calls of attention by each block."""
-    results: int
-    """Length of the tuple that a block returns; 0: rows alone."""
-    finish: list[str] | None
-    """Names of children that, called one after another, are all that happens to the last block's rows; None: there is
-    more."""
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.rows = rows
 
 
-def parts_of(base: nn.Module, layers: str, run: Callable[[nn.Module], Any]) -> Parts:
-    """Find the parts of a base on the meta device by one run of its forward.
-
-    Args:
-        layers: name of the list of blocks.
-        run: calls a base with a few rows on the meta device.
-
-    Raises:
-        ModelError: the forward fails.
-    """
-    order: list[str] = []
-    blocks = {key: _Traced(block, order) for key, block in getattr(base, layers)._modules.items()}
-    hooks = [
-        part.register_forward_pre_hook(lambda *_, name=name: order.append(name))
-        for name, child in base.named_children()
-        if name != layers and any(True for _ in child.parameters())
-        for part in child.modules()
-    ]
-    calls: list[_Call] = []
-    for name, child in base.named_children():
-        note = partial(_note, calls, name)
-        hooks.append(child.register_forward_hook(note, with_kwargs=True))
-    try:
-        with torch.no_grad():
-            result = run(shallow(base, {layers: shallow(getattr(base, layers), blocks)}))
-    except ModelError:
-        raise
-    except Exception as fault:  # several kinds
-        reason = " ".join(str(fault).split())
-        raise ModelError(
-            f"{type(base).__name__}: its forward fails on rows and positions: {type(fault).__name__} {reason}; correct"
-            " the config if it names a field, else the class cannot be run by stages"
-        ) from fault
-    finally:
-        for hook in hooks:
-            hook.remove()
-    begin = order.index("") if "" in order else 0  # without blocks a norm runs after them
-    before = list(dict.fromkeys(order[:begin]))
-    after = list(dict.fromkeys(name for name in order[begin:] if name and name not in before))
-    traced = list(blocks.values())
-    results = max((block.results for block in traced), default=0)
-    finish = _finish(traced[-1].returned, calls, result) if traced else None
-    return Parts(before, after, [block.calls for block in traced], results, finish)
+def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the first argument of a call, which is the rows."""
+    return args[0] if args else next(iter(kwargs.values()))
 
 
-class _Call(NamedTuple):
-    """A call of a child."""
-
-    name: str
-    alone: bool
-    """Whether it has one argument."""
-    given: Any
-    result: Any
-    version: int
+def stop(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """End the forward at a block, as a pre-hook of it."""
+    raise Reached(first_argument(args, kwargs))
 
 
-def _note(calls: list[_Call], name: str, child: nn.Module, args: Any, more: Any, result: Any) -> None:
-    alone = len(args) == 1 and not more
-    calls.append(_Call(name, alone, args[0] if args else None, result, getattr(result, "_version", 0)))
-
-
-def _finish(returned: tuple[Tensor, int], calls: list[_Call], result: Any) -> list[str] | None:
-    """Return the names of the calls from a block's rows to a base's result, if there is nothing but these calls.
+class Absent(nn.Module):
+    """A stand-in for a block of another stage: it returns the rows received from that stage, or else its input.
 
     Args:
-        returned: rows of the last block, and their version then, which a change in place raises.
+        received: list that has the received rows while a forward runs; None: the block's input.
+        ends: whether the forward ends here, because the next blocks are in a later stage.
     """
-    (rows, version), names = returned, []
-    for call in calls:
-        if call.alone and call.given is rows and rows._version == version:
-            names.append(call.name)
-            rows, version = call.result, call.version
-    return names if first_of(result) is rows and rows._version == version else None
 
-
-class _Traced(StandIn):
-    """A block's stand-in that notes its place, its calls of attention and how many results it has."""
-
-    def __init__(self, block: nn.Module, order: list[str]) -> None:
-        super().__init__(like=block)
-        self.__dict__.update(order=order, calls=[])
+    def __init__(self, received: list[Tensor] | None, ends: bool) -> None:
+        super().__init__()
+        self._received, self._ends = received, ends
 
     @override
-    def forward(self, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
-        self.__dict__["order"].append("")
-        for name, value in kwargs.items() | dict(enumerate(args, 1)).items():
-            if isinstance(value, Tensor) and value.is_floating_point() and value.shape == hidden_states.shape:
-                raise ModelError(
-                    f"{type(self.__dict__['like']).__name__}: a block takes other rows ({name}) beside those of the"
-                    " block before it, which stages do not have; such layers are not built"
-                )
-        with noted_attention() as self.__dict__["calls"]:
-            try:
-                result = self.__dict__["like"](hidden_states, *args, **kwargs)
-            except ModelError:
-                raise
-            except Exception as fault:  # such as routing by values; attention has run before it
-                if not isinstance(fault, RuntimeError) or "meta" not in str(fault).lower():
-                    warnings.warn(
-                        f"{type(self.__dict__['like']).__name__}: a run of a block without values ends with"
-                        f" {type(fault).__name__}: {fault}; calls of attention after it are not counted",
-                        stacklevel=2,
-                    )
-                result = hidden_states
-        self.__dict__["results"] = len(result) if isinstance(result, tuple) else 0
-        self.__dict__["returned"] = first_of(result), first_of(result)._version
-        return result
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._ends:
+            raise Reached(first_argument(args, kwargs))
+        return self._received[0] if self._received else first_argument(args, kwargs)
+
+
+class Hollow(StandIn):
+    """A stand-in for a part of an earlier stage: it returns zeros of the right shapes, found on the meta device."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__(like=without_values(part))  # no submodule: it has no parameters here
+
+    @override
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        device = first_argument(args, kwargs).device
+        with _disable_current_modes():  # a profile's, in which the part has no weights
+            args, kwargs = tree_map_only(
+                Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), (args, kwargs)
+            )
+            made = self.__dict__["like"](*args, **kwargs)
+        return tree_map_only(Tensor, lambda x: torch.zeros(1, dtype=x.dtype, device=device).expand(x.shape), made)
+
+
+def without_values(module: nn.Module) -> Any:
+    """Copy a module to the meta device without its values."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(module, memo)

@@ -1,99 +1,25 @@
-"""Find by one forward on the meta device what runs before a tower's blocks, in them and after them, and cut it there.
+"""Find by one forward on the meta device what a transformers model runs before its blocks, in them and after them.
 
-No table of families: hooks note which parts run before the first block and after the last, autograd notes which
-parameters reach the output, and wrapped functions of ``transformers.vision_utils`` note which tensors follow from the
-items' sizes alone, so that a loader can make them.
+No table of families: hooks note which parts run before the first block and after the last, stand-ins note what blocks
+ask of attention, and autograd notes which parameters reach the output.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.model.inputs import EncoderInputs, Packing
-
-META = torch.device("meta")
-
-
-class Reached(Exception):
-    """An end of a forward at the block behind the last one needed; it has that block's input."""
-
-    def __init__(self, rows: Tensor) -> None:
-        super().__init__()
-        self.rows = rows
-
-
-def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return args[0] if args else next(iter(kwargs.values()))
-
-
-def stop(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """End the forward at a block, as a pre-hook of it."""
-    raise Reached(_first(args, kwargs))
-
-
-class Absent(nn.Module):
-    """A stand-in for a block of another stage: it returns the rows received from that stage, or else its input.
-
-    Args:
-        received: list that has the received rows while a forward runs; None: the block's input.
-        ends: whether the forward ends here, because the next blocks are in a later stage.
-    """
-
-    def __init__(self, received: list[Tensor] | None, ends: bool) -> None:
-        super().__init__()
-        self._received, self._ends = received, ends
-
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._ends:
-            raise Reached(_first(args, kwargs))
-        return self._received[0] if self._received else _first(args, kwargs)
-
-
-class Hollow(nn.Module):
-    """A stand-in for a part of an earlier stage: it returns zeros of the right shapes, found on the meta device."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["part"] = without_values(part)  # no submodule: it has no parameters here
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["part"], name)
-
-    @override
-    @torch.no_grad()
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        device = _first(args, kwargs).device
-        with _disable_current_modes():  # a profile's, in which the part has no weights
-            args, kwargs = tree_map_only(
-                Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device=META), (args, kwargs)
-            )
-            made = self.__dict__["part"](*args, **kwargs)
-        return tree_map_only(Tensor, lambda x: torch.zeros(1, dtype=x.dtype, device=device).expand(x.shape), made)
-
-
-def without_values(module: nn.Module) -> Any:
-    """Copy a module to the meta device without its values."""
-    memo: dict[int, Any] = {}
-    for tensor in [*module.parameters(), *module.buffers()]:
-        empty = torch.empty_like(tensor, device=META)
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(module, memo)
+from hetero_strategy.zoo.hf_packed import AttentionCall, noted_attention
+from hetero_strategy.zoo.hf_stand_ins import Reached, StandIn, first_argument, first_of, shallow, stop, without_values
 
 
 @dataclass(frozen=True)
@@ -141,7 +67,7 @@ def trace(model: nn.Module, path: str, run: Callable[[Any], Tensor], layer: int 
         blocks[wanted].register_forward_pre_hook(stop, with_kwargs=True)
     for parameter in meta.parameters():
         parameter.requires_grad_(True)
-    with META, torch.enable_grad():
+    with torch.device("meta"), torch.enable_grad():
         try:
             rows = run(meta)
         except Reached as reached:
@@ -183,12 +109,13 @@ class _Seen:
         """Part -> numbers of blocks that had begun and ended when it ran."""
         self.rows_in: tuple[int, ...] = ()
         """Shape of the first block's input."""
+        self.hooks: list[RemovableHandle] = []
         for number, block in enumerate(model.get_submodule(block_list).children()):
-            block.register_forward_pre_hook(partial(self._begin, number), with_kwargs=True)
-            block.register_forward_hook(partial(self._end, number))
+            self.hooks.append(block.register_forward_pre_hook(partial(self._begin, number), with_kwargs=True))
+            self.hooks.append(block.register_forward_hook(partial(self._end, number), always_call=True))
         for fqn, part in model.named_modules():
             if not self._holds_blocks(fqn) and not fqn.startswith(f"{block_list}."):
-                part.register_forward_pre_hook(partial(self._note, fqn))
+                self.hooks.append(part.register_forward_pre_hook(partial(self._note, fqn)))
 
     def around(self, unreached: set[str], needed: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the outermost parts before the blocks, and those after them or in no path to the output.
@@ -233,132 +160,124 @@ class _Seen:
     def _begin(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._begun = max(self._begun, number + 1)
         if not number:
-            self.rows_in = tuple(_first(args, kwargs).shape)
+            self.rows_in = tuple(first_argument(args, kwargs).shape)
 
     def _end(self, number: int, *_: Any) -> None:
         self._ended = max(self._ended, number + 1)
 
 
-# ---- tensors that follow from sizes ---------------------------------------------------------------------------------
+class Parts(NamedTuple):
+    """The parts of a base."""
+
+    before: list[str]
+    """Names of the parts with parameters that run before the blocks."""
+    after: list[str]
+    """Names of the parts with parameters that run after the blocks."""
+    attention: list[list[AttentionCall]]
+    """Calls of attention by each block."""
+    results: int
+    """Length of the tuple that a block returns; 0: rows alone."""
+    finish: list[str] | None
+    """Names of children that, called one after another, are all that happens to the last block's rows; None: there is
+    more."""
 
 
-class Bounds(Packing):
-    """A packing in the place of transformers' ``cu_seqlens``, which its towers hand on to the attention unread."""
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.offsets[index]
-
-
-@dataclass(frozen=True, eq=False)
-class TowerInputs(EncoderInputs):
-    """A batch of items with the tensors that follow from their sizes."""
-
-    columns: dict[str, Any] = field(default_factory=dict, kw_only=True)
-    """Keyword arguments of the tower's forward."""
-    prepare: Prepare = field(kw_only=True)
-
-    @override
-    def only(self, units: np.ndarray) -> TowerInputs:
-        return self.prepare(super().only(units))
-
-
-@dataclass(frozen=True)
-class _Result:
-    """A placeholder in the arguments of a step for the grids or for a result of an earlier step."""
-
-    step: int = -1
-    number: int = 0
-
-
-class Prepare:
-    """A function that adds the tensors that follow from the items' sizes; a loader runs it on the host.
+def parts_of(base: nn.Module, layers: str, run: Callable[[nn.Module], Any]) -> Parts:
+    """Find the parts of a base on the meta device by one run of its forward.
 
     Args:
-        least: sizes ``(t, h, w)`` of the item that stands in where there are none.
-        grid: columns of the grid in items' sizes; sizes that end before them end with the grid.
+        layers: name of the list of blocks.
+        run: calls a base with a few rows on the meta device.
+
+    Raises:
+        ModelError: the forward fails.
     """
-
-    def __init__(self, least: tuple[int, int, int], grid: slice | None = None) -> None:
-        self.least, self.grid = least, grid
-        self._steps: list[tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]] = []
-
-    def grids(self, sizes: np.ndarray) -> Tensor:
-        """Return the grid (t, h, w) of each item, int64 ``[n, 3]`` on the host, or of one stand-in."""
-        if not len(sizes):
-            return torch.tensor([self.least], device="cpu")
-        if self.grid is not None and self.grid.stop <= sizes.shape[1]:
-            sizes = sizes[:, self.grid]
-        grids = sizes[:, -3:] if sizes.shape[1] > 2 else np.insert(sizes, 0, 1, axis=1)
-        return torch.from_numpy(np.ascontiguousarray(grids))
-
-    def __call__(self, inputs: EncoderInputs) -> TowerInputs:
-        results: list[list[Any]] = [[grids := self.grids(inputs.sizes)]]
-        columns: dict[str, Any] = {"grid_thw": grids}
-        for function, arguments, names in self._steps:
-            made = function(**_filled(arguments, results))
-            results.append(list(made) if isinstance(made, tuple) else [made])
-            for name, value in zip(names, results[-1], strict=True):
-                is_bounds = isinstance(value, Tensor) and name.startswith("cu_")
-                columns[name] = Bounds(**vars(Packing.of(value.diff().numpy()))) if is_bounds else value
-        fields = {name: value for name, value in vars(inputs).items() if name not in ("columns", "prepare")}
-        return TowerInputs(**fields, columns=columns, prepare=self)
-
-    @contextmanager
-    def recording(self, tower: nn.Module, grids: Tensor) -> Iterator[Tensor]:
-        """Note every call of ``transformers.vision_utils`` by a tower's forward, which gets results without values, and
-        yield the grids without values.
-        """
-        names = vars(sys.modules[type(tower).__module__])
-        empty = grids.to(META)
-        known: dict[int, _Result] = {id(empty): _Result()}
-        values: list[list[Any]] = [[grids]]
-        kept: list[Any] = []  # a freed tensor's id may come again
-        old = {name: function for name, function in names.items() if _takes_ready_results(function)}
-
-        def wrapped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            bound = inspect.signature(function).bind(*args, **kwargs)
-            ready = bound.arguments.pop("kwargs", None)
-            template = {name: known.get(id(value), value) for name, value in bound.arguments.items()}
-            asked = _Asked(ready or {})
-            with torch.device("cpu"):
-                made = function(**_filled(template, values), kwargs=asked)
-            results = list(made) if isinstance(made, tuple) else [made]
-            without = [x.to(META) if isinstance(x, Tensor) else x for x in results]
-            for number, result in enumerate(without):
-                if isinstance(result, Tensor):
-                    known[id(result)] = _Result(len(self._steps), number)
-            kept.append(without)
-            values.append(results)
-            self._steps.append((function, template, tuple(asked.names)))
-            return tuple(without) if isinstance(made, tuple) else without[0]
-
-        try:
-            names.update({name: partial(wrapped, function) for name, function in old.items()})
-            yield empty
-        finally:
-            names.update(old)
+    blocks = {key: _Traced(block) for key, block in getattr(base, layers)._modules.items()}
+    seen = _Seen(base, layers)
+    calls: list[_Call] = []
+    for name, child in base.named_children():
+        note = partial(_note, calls, name)
+        seen.hooks.append(child.register_forward_hook(note, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            result = run(shallow(base, {layers: shallow(getattr(base, layers), blocks)}))
+    except ModelError:
+        raise
+    except Exception as fault:  # several kinds
+        reason = " ".join(str(fault).split())
+        raise ModelError(
+            f"{type(base).__name__}: its forward fails on rows and positions: {type(fault).__name__} {reason}; correct"
+            " the config if it names a field, else the class cannot be run by stages"
+        ) from fault
+    finally:
+        for hook in seen.hooks:
+            hook.remove()
+    around = seen.around(set(), len(blocks))
+    before, after = (list(dict.fromkeys(fqn.partition(".")[0] for fqn in fqns)) for fqns in around)
+    traced = list(blocks.values())
+    results = max((block.results for block in traced), default=0)
+    finish = _finish(traced[-1].returned, calls, result) if traced else None
+    return Parts(before, after, [block.calls for block in traced], results, finish)
 
 
-class _Asked(dict[str, Any]):
-    """Keyword arguments that note which ready results a function looks for."""
+class _Call(NamedTuple):
+    """A call of a child."""
 
-    def __init__(self, ready: Mapping[str, Any]) -> None:
-        super().__init__(ready)
-        self.names: list[str] = []
+    name: str
+    alone: bool
+    """Whether it has one argument."""
+    given: Any
+    result: Any
+    version: int
+
+
+def _note(calls: list[_Call], name: str, child: nn.Module, args: Any, more: Any, result: Any) -> None:
+    alone = len(args) == 1 and not more
+    calls.append(_Call(name, alone, args[0] if args else None, result, getattr(result, "_version", 0)))
+
+
+def _finish(returned: tuple[Tensor, int], calls: list[_Call], result: Any) -> list[str] | None:
+    """Return the names of the calls from a block's rows to a base's result, if there is nothing but these calls.
+
+    Args:
+        returned: rows of the last block, and their version then, which a change in place raises.
+    """
+    (rows, version), names = returned, []
+    for call in calls:
+        if call.alone and call.given is rows and rows._version == version:
+            names.append(call.name)
+            rows, version = call.result, call.version
+    return names if first_of(result) is rows and rows._version == version else None
+
+
+class _Traced(StandIn):
+    """A block's stand-in that notes its calls of attention and how many results it has."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(like=block)
+        self.__dict__["calls"] = []
 
     @override
-    def pop(self, name: str, *default: Any) -> Any:
-        self.names.append(name)
-        return super().pop(name, *default)
-
-
-def _takes_ready_results(function: Any) -> bool:
-    if not inspect.isfunction(function) or not function.__module__.startswith("transformers."):
-        return False
-    found = inspect.signature(function).parameters.get("kwargs")
-    return found is not None and found.kind is not inspect.Parameter.VAR_KEYWORD
-
-
-def _filled(arguments: Mapping[str, Any], results: list[list[Any]]) -> dict[str, Any]:
-    """Return noted arguments with results of earlier steps in their places."""
-    return {n: results[x.step + 1][x.number] if isinstance(x, _Result) else x for n, x in arguments.items()}
+    def forward(self, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
+        for name, value in kwargs.items() | dict(enumerate(args, 1)).items():
+            if isinstance(value, Tensor) and value.is_floating_point() and value.shape == hidden_states.shape:
+                raise ModelError(
+                    f"{type(self.__dict__['like']).__name__}: a block takes other rows ({name}) beside those of the"
+                    " block before it, which stages do not have; such layers are not built"
+                )
+        with noted_attention() as self.__dict__["calls"]:
+            try:
+                result = self.__dict__["like"](hidden_states, *args, **kwargs)
+            except ModelError:
+                raise
+            except Exception as fault:  # such as routing by values; attention has run before it
+                if not isinstance(fault, RuntimeError) or "meta" not in str(fault).lower():
+                    warnings.warn(
+                        f"{type(self.__dict__['like']).__name__}: a run of a block without values ends with"
+                        f" {type(fault).__name__}: {fault}; calls of attention after it are not counted",
+                        stacklevel=2,
+                    )
+                result = hidden_states
+        self.__dict__["results"] = len(result) if isinstance(result, tuple) else 0
+        self.__dict__["returned"] = first_of(result), first_of(result)._version
+        return result

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.inputs import SequenceInputs
 from hetero_strategy.zoo import HFCausalLM, hf_causal_lm
-from hetero_strategy.zoo.hf_stand_ins import parts_of
+from hetero_strategy.zoo.hf_trace import parts_of
 from tests.model.helpers import ready, tokens
 from tests.zoo.families import TINY
 

@@ -26,8 +26,9 @@ from hetero_strategy.model.without_values import models_without_values
 from hetero_strategy.profiling.activations import activations_of
 from hetero_strategy.zoo.hf_causal_lm import hf_causal_lm
 from hetero_strategy.zoo.hf_encoder import hf_encoder
-from hetero_strategy.zoo.hf_tower import HFTower
-from hetero_strategy.zoo.hf_trace import TowerInputs
+from hetero_strategy.zoo.hf_grid_tower import GridTower
+from hetero_strategy.zoo.hf_prepare import TowerInputs
+from hetero_strategy.zoo.hf_tile_tower import TileTower
 
 PATCH, WIDTH = 7, 8
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 28}
@@ -104,7 +105,7 @@ def encoder(name: str, layer: int = -1, dtype: torch.dtype = torch.float32, **op
     """Make an encoder around a tower with the values of its reference."""
     with torch.device("meta"):
         tower = _class(name)(CASES[name].config())
-    backbone = HFTower(tower, layer=layer, **options)
+    backbone = (GridTower if "qwen" in name else TileTower)(tower, layer=layer, **options)
     made = Encoder(backbone, nn.Linear(backbone.width, WIDTH, device="meta"))
     materialize(made, 0, name="vision")
     backbone.model.load_state_dict(reference(name).state_dict())
@@ -115,7 +116,7 @@ def pictures(name: str, made: Encoder) -> EncoderInputs:
     """Draw pictures of several sizes, or of the tower's own."""
     backbone: Any = made.backbone
     sizes = [(4, 4), (8, 6), (4, 4), (2, 6)] if CASES[name].any_size else [(4, 4)] * 3
-    numbers = 3 * PATCH**2 * (2 if backbone.ragged else 1)
+    numbers = 3 * PATCH**2 * (2 if "qwen" in name else 1)
     return inputs_of(backbone, np.array(sizes), numbers)
 
 
