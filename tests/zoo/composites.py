@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as VISION_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as NAMES
 
 from hetero_strategy.zoo.hf_shrink import tiny_fields
 
@@ -17,13 +17,14 @@ TOWER = {
     "num_attention_heads": 4, "num_heads": 4, "num_key_value_heads": 4, "image_size": 28, "patch_size": 7,
     "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64, "mlp_ratio": 2, "window_size": 28,
     "fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16, "head_dim": 8,
-    "initializer_range": 0.2, "attention_dropout": 0.0, "num_mel_bins": 16, "max_source_positions": 50,
+    "initializer_range": 0.2, "attention_dropout": 0.0, "num_mel_bins": 16, "max_source_positions": 48,
     "encoder_layers": 3, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "n_window": 5, "output_dim": 64,
 }  # fmt: skip
 """Fields of towers; a class takes those that it has."""
 WHOLE = {
     "image_token_id": 150, "video_token_id": 151, "audio_token_id": 152, "image_token_index": 150,
     "vision_start_token_id": 153, "vision_end_token_id": 154, "boi_token_index": 153, "eoi_token_index": 154,
+    "audio_start_token_id": 155, "audio_end_token_id": 156,
     "mm_tokens_per_image": 4, "projection_dim": 64, "tie_word_embeddings": False, "scale_factor": 2,
     "image_seq_length": 16, "downsample_factor": 2, "downsample_ratio": 0.5, "vocab_size": 160,
     "image_grid_pinpoints": [[28, 28], [28, 56], [56, 28], [56, 56]], "alignment_intermediate_size": 64,
@@ -36,13 +37,20 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "vipllava": {"vision_feature_layer": [-2, -1]},
     "voxtral_encoder": {"intermediate_size": 128},
     "qwen2_vl_vision": {"hidden_size": 64},
+    "qwen2_5_omni_thinker": {
+        "image_token_id": 150,
+        "video_token_id": 151,
+        "audio_token_id": 152,
+        "vision_start_token_id": 153,
+        "vision_end_token_id": 154,
+    },  # fields without a default, or under another name
     "qwen3_5_text": {"layer_types": [*ATTEND]},
     "qwen3_5_moe_text": {"layer_types": [*ATTEND]},
 }
 """``model_type`` of a part's config -> its own fields."""
 AXES = {
     "qwen2_vl_text": [4, 2, 2], "qwen2_5_vl_text": [4, 2, 2], "glm4v_text": [4, 2, 2], "glm4v_moe_text": [2, 1, 1],
-    "qwen3_5_text": [3, 3, 2], "qwen3_5_moe_text": [3, 3, 2],
+    "qwen2_5_omni_text": [4, 2, 2], "qwen3_5_text": [3, 3, 2], "qwen3_5_moe_text": [3, 3, 2],
 }  # fmt: skip
 """Language models whose class leaves the sections of their axes open, as no folder does -> the sections."""
 
@@ -61,7 +69,7 @@ def tiny(model_type: str, **fields: Any) -> Any:
 
 def model_class(model_type: str) -> Any:
     """Return transformers' class of a composite."""
-    return getattr(transformers, VISION_NAMES[model_type])
+    return getattr(transformers, NAMES[model_type])
 
 
 def built(config: Any) -> Any:

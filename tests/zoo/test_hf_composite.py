@@ -42,52 +42,113 @@ from tests.zoo.composites import built, tiny
 FULL = pytest.mark.full
 STATE = ("qwen3_5", "qwen3_5_moe")
 """Families whose states amplify the noise of fp32 to 1.4e-5; they run in fp64."""
-GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe", *STATE)
+GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe", "qwen2_5_omni_thinker", *STATE)
 """Families whose patches lie end to end."""
 SEVERAL = ("llava_next", "llava_onevision")
 """Families that cut a picture into tiles."""
 TILES = ("llava", "vipllava", "internvl", "gemma3", "paligemma", "aya_vision", "cohere2_vision", "got_ocr2")
 BATCHED = ("idefics3", "smolvlm")
+MANY = ("mistral3",)
+"""Families with tiles of many sizes."""
+SOUNDS = ("voxtral",)
 FEW = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl")
 
 
 @dataclass
 class Sample:
-    """A sample of text with pictures, as transformers takes it and as an encoder here does."""
+    """A sample of text with media, as transformers takes it and as encoders here do."""
 
     ids: Tensor
+    items: dict[str, Items]
+
+    @property
+    def given(self) -> dict[str, Tensor]:
+        return {name: value for items in self.items.values() for name, value in items.given.items()}
+
+
+@dataclass
+class Items:
+    """The pictures or sounds of a sample."""
+
+    kind: str
     given: dict[str, Tensor]
     values: Tensor
     sizes: np.ndarray
-    rows: list[int]
+    names: tuple[str, ...]
+    """Names of the sizes."""
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    """Row of the sample where each item begins."""
 
 
 def samples_of(model: Any, generator: torch.Generator) -> list[Sample]:
-    """Two samples with pictures and one without."""
-    model_type, token, samples = model.config.model_type, model.config.image_token_id, []
-    for pictures in ([(4, 6)], [(8, 10), (4, 4)], []):
-        given, values, sizes = _pictures(model_type, pictures, generator)
-        rows: list[int] = []
-        if pictures:
-            with torch.no_grad():
-                made = model.model.get_image_features(**given, return_dict=True).pooler_output
-            rows = [len(part.reshape(-1, part.shape[-1])) for part in made]
-        text = torch.randint(3, 140, (5 + 2 * len(rows) + 3,), generator=generator)
-        parts = [text[:5]]
-        for number, count in enumerate(rows):
-            parts += [torch.full((count,), token), text[5 + 2 * number : 7 + 2 * number]]
-        samples.append(Sample(torch.cat([*parts, text[-3:]]), given, values, sizes, rows))
+    """Two samples with pictures, sounds or both, and one without."""
+    samples = []
+    for pictures, sounds in (([(4, 6)], [96]), ([(8, 10), (4, 4)], [40, 75]), ([], [])):
+        items = {}
+        if hasattr(model.config, "vision_config"):
+            items["vision"] = _pictures(model.config.model_type, pictures, generator)
+        if hasattr(model.config, "audio_config"):
+            items["audio"] = _sounds(model.config, sounds, generator)
+        text = iter(torch.randint(3, 140, (40,), generator=generator).tolist())
+        ids = [next(text) for _ in range(5)]
+        for name, each in items.items():
+            starts, ends = (getattr(model.config, f"{name}_{end}_token_id", None) for end in ("start", "end"))
+            for count in _rows_of(model, each):
+                ids.append(starts or next(text))
+                each.rows.append(count)
+                each.starts.append(len(ids))
+                ids += [getattr(model.config, f"{each.kind}_token_id")] * count
+                ids.append(ends or next(text))
+        samples.append(Sample(torch.tensor([*ids, *(next(text) for _ in range(3))]), items))
     return samples
 
 
-def _pictures(
-    model_type: str, pictures: list[tuple[int, int]], generator: torch.Generator
-) -> tuple[dict[str, Tensor], Tensor, np.ndarray]:
+def _rows_of(model: Any, items: Items) -> list[int]:
+    """Return the rows that transformers makes of each item."""
+    if not items.given:
+        return []
+    with torch.no_grad():
+        made = getattr(model.model, f"get_{items.kind}_features")(**items.given, return_dict=True).pooler_output
+        if items.kind == "audio":  # of all items in one tensor
+            lengths = items.given.get("feature_attention_mask")
+            if lengths is None:
+                return [len(made) // len(items.sizes)] * len(items.sizes)
+            return model.model.audio_tower._get_feat_extract_output_lengths(lengths.sum(1))[1].tolist()
+    return [len(part.reshape(-1, part.shape[-1])) for part in made]
+
+
+def _sounds(config: Any, sounds: list[int], generator: torch.Generator) -> Items:
+    """Sounds of some frames, padded with zeros to 96."""
+    values = torch.randn(len(sounds), 16, 96, generator=generator)
+    frames = torch.tensor(sounds, dtype=torch.int64)
+    given, sizes, names = {}, np.array([(1, 160 * count) for count in sounds]), ("raw_rows", "samples")
+    if sounds:
+        given["input_features"] = values
+    if config.model_type != "voxtral":
+        mask = torch.arange(96) < frames[:, None]
+        values = values * mask[:, None]
+        given = {"input_features": values, "feature_attention_mask": mask.long()} if sounds else {}
+        sizes, names = np.insert(sizes.reshape(-1, 2), 2, sounds, axis=1), (*names, "feature_attention_mask")
+    return Items("audio", given, values.flatten(1), sizes.reshape(-1, len(names)), names)
+
+
+def _pictures(model_type: str, pictures: list[tuple[int, int]], generator: torch.Generator) -> Items:
     if model_type in GRIDS:
         sizes = np.array(pictures, np.int64).reshape(-1, 2)
         values = torch.randn(int(sizes.prod(1).sum()), 3 * 2 * 49, generator=generator)
         grids = torch.from_numpy(np.insert(sizes, 0, 1, axis=1))
-        return ({"pixel_values": values, "image_grid_thw": grids} if pictures else {}), values, sizes
+        given = {"pixel_values": values, "image_grid_thw": grids} if pictures else {}
+        return Items("image", given, values, sizes, ("grid_h", "grid_w"))
+    if model_type in MANY:
+        shapes = 7 * np.array(pictures, np.int64).reshape(-1, 2)
+        each = [torch.randn(3, *shape, generator=generator) for shape in shapes.tolist()]
+        given = {"pixel_values": _padded(each), "image_sizes": torch.from_numpy(shapes)} if pictures else {}
+        values = torch.cat([torch.zeros(0, 3), *(one.flatten(1).T for one in each)])
+        sizes = np.concatenate([shapes.prod(1)[:, None], shapes, shapes], axis=1)
+        return Items(
+            "image", given, values, sizes, ("raw_rows", "image_sizes[0]", "image_sizes[1]", "tile_h", "tile_w")
+        )
     tiles = [3 if model_type in SEVERAL else 1] * len(pictures)
     pixels = torch.randn(sum(tiles), 3, 28, 28, generator=generator)
     sizes = np.array([[count, 28, 28 * (count - 1)] for count in tiles], np.int64).reshape(-1, 3)
@@ -96,7 +157,15 @@ def _pictures(
         given = {"pixel_values": pixels.unflatten(0, (len(pictures), 3)), "image_sizes": torch.from_numpy(sizes[:, 1:])}
     if pictures and model_type in BATCHED:
         given = {"pixel_values": pixels[None]}
-    return given, pixels.flatten(1), sizes
+    return Items("image", given, pixels.flatten(1), sizes, ("tiles", "h", "w"))
+
+
+def _padded(pictures: list[Tensor]) -> Tensor:
+    most = torch.tensor([picture.shape for picture in pictures]).amax(0).tolist()
+    made = torch.zeros(len(pictures), *most)
+    for place, picture in zip(made, pictures, strict=True):
+        place[:, : picture.shape[1], : picture.shape[2]] = picture
+    return made
 
 
 class InDouble(TorchFunctionMode):
@@ -121,51 +190,58 @@ def one_by_one(model: Any, samples: list[Sample]) -> Tensor:
     base = inspect.signature(type(model.model).forward).parameters
     logits = []
     for sample in samples:
-        types = (sample.ids == model.config.image_token_id).int()[None]
+        types = (sample.ids == getattr(model.config, "image_token_id", -1)).int()[None]
         types = types * 0 if model.config.model_type == "paligemma" else types
         extra = {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in base}
+        extra["attention_mask"] = torch.ones_like(types)
         with torch.no_grad():
             logits.append(model(input_ids=sample.ids[None], use_cache=False, **sample.given, **extra).logits[0])
     return torch.cat(logits)
 
 
-def inputs_of(llm: Any, samples: list[Sample], token: int, generator: torch.Generator) -> Any:
+def inputs_of(llm: Any, samples: list[Sample], config: Any, generator: torch.Generator) -> Any:
     ids = torch.cat([sample.ids for sample in samples])
     lengths = np.array([len(sample.ids) for sample in samples])
-    number = np.repeat(np.arange(len(samples)), [len(sample.rows) for sample in samples])
-    starts = []
-    for sample in samples:
-        at = 5
-        for count in sample.rows:
-            starts.append(at)
-            at += count + 2
-    rows = np.array([count for sample in samples for count in sample.rows], np.int64)
-    sizes = np.concatenate([sample.sizes for sample in samples])
-    names = ("grid_h", "grid_w") if sizes.shape[1] == 2 else ("tiles", "h", "w")
-    placed = PlacedItems("vision", "image", names, number, sizes, np.array(starts, np.int64), rows)
-    content = SimpleNamespace(text=lambda _: (ids.numpy(), np.zeros(len(ids), bool)), placed=lambda _: [placed])
+    placed, slots = [], {}
+    for name in samples[0].items:
+        items = [sample.items[name] for sample in samples]
+        number = np.repeat(np.arange(len(samples)), [len(each.rows) for each in items])
+        starts, rows = (
+            np.array([n for each in items for n in getattr(each, of)], np.int64) for of in ("starts", "rows")
+        )
+        sizes = np.concatenate([each.sizes for each in items])
+        placed.append(PlacedItems(name, items[0].kind, items[0].names, number, sizes, starts, rows))
+        slots[name] = (ids == getattr(config, f"{items[0].kind}_token_id")).nonzero()[:, 0]
+    content = SimpleNamespace(text=lambda _: (ids.numpy(), np.zeros(len(ids), bool)), placed=lambda _: placed)
     units: Any = SimpleNamespace(
         content=content, numbers=np.arange(len(samples)), edge_rows=lengths, inner_rows=lengths, alike=False,
-        slots={"vision": (ids == token).nonzero()[:, 0]},
+        slots=slots,
     )  # fmt: skip
     made = llm.kind.inputs(units)
     labels = torch.where(torch.rand(len(ids), generator=generator) < 0.5, torch.randint(3, 140, (len(ids),)), IGNORE)
     return replace(made, labels=labels, labelled=None)
 
 
-def split(model: Any, folder: Path) -> tuple[MultimodalModel, list[Sample], EncoderInputs, Any]:
-    """The folder's modules, samples, and the inputs of both modules."""
+def split(model: Any, folder: Path) -> tuple[MultimodalModel, list[Sample], dict[str, EncoderInputs], Any]:
+    """The folder's modules, samples, the inputs of its encoders, and those of its language model."""
     model.save_pretrained(folder)
     parts = MultimodalModel(**hf_composite(folder)).eval()
     generator = torch.Generator().manual_seed(3)
     samples = samples_of(model, generator)
-    if model.config.model_type in SEVERAL:
+    if model.config.model_type in (*SEVERAL, *MANY):
         parts.vision.columns = {"image_sizes": slice(1, 3)}
-    sizes = np.concatenate([sample.sizes for sample in samples])
-    rows = np.array([count for sample in samples for count in sample.rows])
-    given = EncoderInputs(torch.cat([s.values for s in samples]), sizes, rows, Packing.of(sizes[:, :2].prod(1)))
-    inputs = inputs_of(parts.llm, samples, model.config.image_token_id, generator)
-    return parts, samples, given, inputs
+    if model.config.model_type in MANY:
+        parts.vision.runs_vary, parts.vision.columns["tile"] = True, slice(3, 5)
+    given = {}
+    for name in samples[0].items:
+        items = [sample.items[name] for sample in samples]
+        sizes, rows = np.concatenate([each.sizes for each in items]), [count for each in items for count in each.rows]
+        packing, raw = Packing.of(sizes[:, :2].prod(1)), sizes[:, 0] if sizes.shape[1] > 3 else None
+        values = torch.cat([each.values for each in items])
+        given[name] = EncoderInputs(values, sizes, np.array(rows), packing, raw_rows=raw)
+        if name == "audio":
+            parts.audio.columns = {"feature_attention_mask": slice(2, 3)}
+    return parts, samples, given, inputs_of(parts.llm, samples, model.config, generator)
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
@@ -174,14 +250,20 @@ def difference(found: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.parametrize(
     "model_type",
-    [*FEW, *(pytest.param(n, marks=FULL) for n in (*GRIDS, *TILES, *SEVERAL, *BATCHED) if n not in FEW)],
+    [
+        *FEW,
+        *(pytest.param(n, marks=FULL) for n in (*GRIDS, *TILES, *SEVERAL, *BATCHED, *MANY, *SOUNDS) if n not in FEW),
+    ],
 )
 def test_a_split_composite_gives_the_logits_of_the_whole(model_type: str, tmp_path: Path) -> None:
     model = built(tiny(model_type))
     parts, samples, given, inputs = split(model, tmp_path)
     exact = model_type in STATE
     with torch.no_grad(), in_double(model, parts) if exact else nullcontext():
-        wanted, rows = one_by_one(model, samples), {"vision": parts.vision(given)}
+        wanted, rows = (
+            one_by_one(model, samples),
+            {name: parts.get_submodule(name)(each) for name, each in given.items()},
+        )
         assert difference(parts.llm(inputs, rows, keep_logits=True).logits, wanted) < (1e-13 if exact else 1e-5)
         wrong = {}
         for name, column in inputs.columns.items():
@@ -192,7 +274,7 @@ def test_a_split_composite_gives_the_logits_of_the_whole(model_type: str, tmp_pa
         if parts.llm.deepstack:
             bare = rows["vision"].clone()
             bare[:, parts.llm.hidden_width :] = 0
-            wrong["deepstack"] = inputs, {"vision": bare}
+            wrong["deepstack"] = inputs, {**rows, "vision": bare}
         for name, (other, others) in wrong.items():
             off = difference(parts.llm(other, others, keep_logits=True).logits, wanted)
             assert off > (0.1 if exact else 0.5), name  # layers with a state have no positions
@@ -207,7 +289,7 @@ def test_two_stages_are_the_whole_bit_for_bit(model_type: str, tmp_path: Path) -
     parts, _, given, inputs = split(built(tiny(model_type)), tmp_path)
     llm = parts.llm.train()
     with torch.no_grad():
-        pictures = parts.vision(given)
+        pictures = parts.vision(given["vision"])
     whole = pictures.clone().requires_grad_()
     for factor in (1.0, 0.5):
         (factor * llm(inputs, {"vision": whole}).loss_sum).backward()
@@ -234,10 +316,9 @@ def test_the_language_model_of_a_folder_alone(tmp_path: Path) -> None:
     model = built(tiny("llava"))
     model.save_pretrained(tmp_path)
     llm = MultimodalModel({"llm": hf_causal_lm(checkpoint=tmp_path, part="llm")}).eval().llm
-    generator, none = torch.Generator().manual_seed(3), np.zeros((0, 3), np.int64)
-    texts = [torch.randint(3, 140, (count,), generator=generator) for count in (9, 14)]
-    samples = [Sample(ids, {}, torch.empty(0), none, []) for ids in texts]
-    inputs = inputs_of(llm, samples, model.config.image_token_id, generator)
+    generator = torch.Generator().manual_seed(3)
+    samples = [Sample(torch.randint(3, 140, (count,), generator=generator), {}) for count in (9, 14)]
+    inputs = inputs_of(llm, samples, model.config, generator)
     with torch.no_grad():
         assert difference(llm(inputs, keep_logits=True).logits, one_by_one(model, samples)) < 1e-5
         llm.model.lm_head.weight[5] += 1
@@ -335,7 +416,7 @@ def test_an_encoder_takes_what_the_folders_processor_makes(model_type: str, tmp_
         "qwen2_5_vl",
         *(
             pytest.param(n, marks=FULL)
-            for n in (*GRIDS, *TILES, *SEVERAL, *BATCHED)
+            for n in (*GRIDS, *TILES, *SEVERAL, *BATCHED, *MANY, *SOUNDS)
             if n not in ("llava", "qwen2_5_vl")
         ),
     ],
