@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -60,10 +61,13 @@ class GroupRegistry:
         # Each module has an axis of shards in its mesh. With one shard nothing travels along it.
         if (self._rank,) not in self._groups:
             self._groups[(self._rank,)] = self._alone()
-        # Keys are gathered while parameters of the same ranks may be gathered too.
-        contexts = context_sets(placement)
+        # Keys and rows of experts travel while parameters of the same ranks may be gathered too.
+        contexts, exchanges = context_sets(placement), exchange_sets(placement)
         self._contexts = dict(zip(contexts, self._new(contexts), strict=True))
-        self._meshes = {name: self._mesh(name, layout) for name, layout in placement.layouts.items()}
+        self._exchanges = dict(zip(exchanges, self._new(exchanges), strict=True))
+        layouts = placement.layouts.items()
+        self._meshes = {name: self._mesh(name, layout, mesh_sizes(layout)) for name, layout in layouts}
+        self._expert_meshes = {name: self._mesh(name, x, expert_sizes(x)) for name, x in layouts if x.ep > 1}
         with connected_on_demand():
             self.background = dist.new_group(backend=self._host, timeout=timeout)
             """All ranks on the host, for work during training (checkpoints)."""
@@ -76,6 +80,12 @@ class GroupRegistry:
         It is None if this rank is not in the module.
         """
         return self._meshes[module]
+
+    def experts(self, module: str) -> DeviceMesh | None:
+        """Return the mesh of the module's experts over the ranks of this rank's pipeline slice: ``dp_replicate`` if
+        above 1, ``efsdp``, ``ep``, whose group carries rows alone; None if ``ep`` is 1 or as in :meth:`mesh`.
+        """
+        return self._expert_meshes.get(module)
 
     def group(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """Return the group of exactly these ranks; None for one rank alone or if this rank is not a member."""
@@ -105,13 +115,13 @@ class GroupRegistry:
     @property
     def created(self) -> tuple[tuple[int, ...], ...]:
         """Return the rank sets of groups created at start, in one order on every rank, without ranks alone."""
-        return tuple(ranks for ranks in (*self._groups, *self._contexts) if len(ranks) > 1)
+        return tuple(ranks for ranks in (*self._groups, *self._contexts, *self._exchanges) if len(ranks) > 1)
 
     def limit(self, timeout: timedelta) -> None:
         """Limit collectives of the world and of modules to this time. Groups on the host keep theirs: reading and
         writing files during training may take longer than a step.
         """
-        for group in (*self._groups.values(), *self._contexts.values(), *self._channels):
+        for group in (*self._groups.values(), *self._contexts.values(), *self._exchanges.values(), *self._channels):
             if group is not None:
                 _set_pg_timeout(timeout, group)
 
@@ -155,16 +165,16 @@ class GroupRegistry:
         """Create a group of this rank on the host, without a communicator; no collective."""
         return dist.new_group([self._rank], backend=self._host, timeout=self._timeout, use_local_synchronization=True)
 
-    def _mesh(self, module: str, layout: ModuleLayout) -> DeviceMesh | None:
+    def _mesh(self, module: str, layout: ModuleLayout, sizes: Mapping[str, int]) -> DeviceMesh | None:
         if self._rank not in layout.ranks:
             return None
-        sizes = mesh_sizes(layout)
-        axes = tuple(name for name, size in sizes.items() if size > 1 or name == "dp_shard")
+        axes = tuple(name for name, size in sizes.items() if size > 1 or name in ("dp_shard", "efsdp"))
         grid = next(g for g in layout.grid() if self._rank in g).reshape([sizes[name] for name in axes])
         lines = [line for axis in range(len(axes)) for line in _lines(grid, axis) if self._rank in line]
-        if missing := [line for line in lines if line not in self._groups]:
+        owners = [self._exchanges if axis == "ep" else self._groups for axis in axes]
+        if missing := [line for line, owner in zip(lines, owners, strict=True) if line not in owner]:
             raise KeyError(f"{module}: its mesh of {axes} needs a group of ranks {missing[0]}, which was not created")
-        groups = [self._groups[line] for line in lines]
+        groups = [owner[line] for line, owner in zip(lines, owners, strict=True)]
         return DeviceMesh.from_group(
             groups if len(groups) > 1 else groups[0],  # type: ignore[arg-type]
             self.device_type,
@@ -243,10 +253,11 @@ def rank_sets(placement: Placement, needed: Iterable[Iterable[int]]) -> list[tup
     """List the rank sets of mesh axes and of ``needed``, in the one order in which all ranks create groups. Pure."""
     sets: dict[tuple[int, ...], None] = {}
     for layout in placement.layouts.values():
-        for grid in layout.grid():
-            part = grid.reshape([*mesh_sizes(layout).values()])
-            for axis in range(part.ndim):
-                sets.update(dict.fromkeys(_lines(part, axis)))
+        meshes = [mesh_sizes(layout)] + [expert_sizes(layout)] * (layout.ep > 1)
+        for grid, sizes in product(layout.grid(), meshes):
+            part = grid.reshape([*sizes.values()])
+            for axis, name in enumerate(sizes):
+                sets.update(dict.fromkeys(_lines(part, axis) if name != "ep" else ()))
     for ranks in needed:
         sets[tuple(sorted({int(r) for r in ranks}))] = None
     return list(sets)
@@ -256,6 +267,24 @@ def context_sets(placement: Placement) -> list[tuple[int, ...]]:
     """List the rank sets of context parallelism, in the one order in which all ranks create their groups. Pure."""
     grids = [grid for layout in placement.layouts.values() if layout.cp > 1 for grid in layout.grid()]
     return list(dict.fromkeys(line for grid in grids for line in _lines(grid, CONTEXT)))
+
+
+def exchange_sets(placement: Placement) -> list[tuple[int, ...]]:
+    """List the rank sets among which rows travel to experts, in the one order in which all ranks create their groups.
+    Pure.
+    """
+    parts = [
+        grid.reshape([*expert_sizes(layout).values()])
+        for layout in placement.layouts.values()
+        for grid in layout.grid()
+        if layout.ep > 1
+    ]
+    return list(dict.fromkeys(line for part in parts for line in _lines(part, part.ndim - 1)))
+
+
+def expert_sizes(layout: ModuleLayout) -> dict[str, int]:
+    """Return the axes of the mesh of a module's experts: ranks with other experts are neighbours."""
+    return {"dp_replicate": layout.dp_replicate, "efsdp": layout.expert_shards, "ep": layout.ep}
 
 
 def mesh_sizes(layout: ModuleLayout) -> dict[str, int]:

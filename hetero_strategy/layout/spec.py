@@ -20,8 +20,6 @@ from hetero_strategy.errors import LayoutError, is_whole
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from outermost (slowest varying rank) to innermost; ``ep`` reuses ranks of the other axes."""
 
-NOT_YET = {"ep": "expert parallelism"}
-
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -69,7 +67,8 @@ class ModuleLayout:
             parameters like ``dp_shard`` ranks. Language models only.
         tp: tensor-parallel ranks.
         pp: pipeline ranks; the module is cut by layer into ``pp * vpp`` stages.
-        ep: expert-parallel ranks (above 1: not yet).
+        ep: ranks over which a layer's experts are divided. They are ranks of ``dp_shard x cp x tp``, neighbours first;
+            parameters of the experts are sharded over the remaining ones.
         vpp: stages on each pipeline rank.
         pp_style: order of stages on pipeline ranks, as in :class:`Pipeline`: ``"loop"``, or ``"v"`` (``vpp=2``: the
             first and the last stage share a rank).
@@ -120,6 +119,16 @@ class ModuleLayout:
         return self.dp_shard * self.cp
 
     @property
+    def expert_shards(self) -> int:
+        """Return the number of ranks over which a parameter of one rank's experts is sharded."""
+        return self.shards * self.tp // self.ep
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether parameters, or those of experts alone, are sharded over ranks that gather them."""
+        return self.shards > 1 or (self.ep > 1 and self.expert_shards > 1)
+
+    @property
     def neighbours(self) -> int:
         """Return the number of context-parallel and tensor-parallel ranks of an instance on one stage."""
         return self.cp * self.tp
@@ -143,12 +152,12 @@ class ModuleLayout:
             faults.append(f"ranks repeats {repeated}: a rank belongs to a module once; remove the repetition")
         if self.ranks[0] < 0:
             faults.append(f"ranks holds {self.ranks[0]}: ranks count from 0")
-        sizes = {**self.degrees(), "ep": self.ep}
+        sizes = self.degrees()
         for name, size in sizes.items():
             if size == 0 or size < -1:
                 faults.append(f"{name}={size}: a degree is a positive number, or -1 to derive it")
-            if size > 1 and name in NOT_YET:
-                faults.append(f"{name}={size}: {NOT_YET[name]} is not available yet; set {name}=1")
+        if self.ep < 1:
+            faults.append(f"ep={self.ep}: experts are divided over at least one of the module's ranks; set ep=1")
         unknown = [name for name, size in sizes.items() if size == -1]
         if len(unknown) > 1:
             faults.append(f"{' and '.join(unknown)} are all -1: at most one degree can be derived; give the others")
@@ -156,16 +165,29 @@ class ModuleLayout:
             return faults
         known = prod(size for name, size in self.degrees().items() if size != -1)
         count = len(self.ranks)
-        if unknown and unknown != ["ep"] and count % known:
+        if unknown and count % known:
             faults.append(
                 f"{unknown[0]}=-1 cannot be derived: {count} ranks are not a multiple of"
                 f" {self._product(skip=unknown[0])} = {known}; change a degree or the number of ranks"
             )
-        elif unknown in ([], ["ep"]) and known != count:
+        elif not unknown and known != count:
             faults.append(
                 f"{self._product()} = {known} but ranks has {count}; set one degree to -1 or give {known} ranks"
             )
-        return faults or self._stage_faults(count // known if self.pp == -1 else self.pp)
+        if faults:
+            return faults
+        sizes |= dict.fromkeys(unknown, count // known)
+        return self._expert_faults(sizes) + self._stage_faults(sizes["pp"])
+
+    def _expert_faults(self, sizes: Mapping[str, int]) -> list[str]:
+        """Return the fault of ``ep`` with these degrees, if it has one."""
+        shared = sizes["dp_shard"] * sizes["cp"] * sizes["tp"]
+        if shared % self.ep == 0:
+            return []
+        possible = [n for n in range(1, shared + 1) if shared % n == 0]
+        nearest = [n for n in possible if n < self.ep][-1:] + [n for n in possible if n > self.ep][:1]
+        axes = f"dp_shard {sizes['dp_shard']} x cp {sizes['cp']} x tp {sizes['tp']}"
+        return [f"ep={self.ep} does not divide {axes} = {shared}; set ep={' or '.join(map(str, nearest))}"]
 
     def _stage_faults(self, pp: int) -> list[str]:
         """Return the faults of ``vpp``, ``pp_style`` and ``split`` if the module has ``pp`` pipeline ranks."""
@@ -200,8 +222,6 @@ class ModuleLayout:
             raise LayoutError("\n".join(f"layout of '{module}': {fault}" for fault in faults))
         known = prod(size for size in self.degrees().values() if size != -1)
         derived = {name: len(self.ranks) // known for name, size in self.degrees().items() if size == -1}
-        if self.ep == -1:
-            derived["ep"] = 1
         return replace(self, **derived)  # type: ignore[arg-type]
 
     def grid(self) -> Int64[np.ndarray, "pp dp_replicate dp_shard cp tp"]:
@@ -300,7 +320,7 @@ class Placement:
         """Return one row per module for reports: name, ranks, and degrees above 1 with the split into stages."""
         rows = []
         for name, layout in self.layouts.items():
-            parts = [f"{k}={v}" for k, v in layout.degrees().items() if v > 1]
+            parts = [f"{k}={v}" for k, v in {**layout.degrees(), "ep": layout.ep}.items() if v > 1]
             if layout.vpp > 1:
                 parts.append(_on_each_rank(layout))
             if layout.split and len(layout.split) > 1:

@@ -63,6 +63,8 @@ class Adapter(nn.Module):
     """Names in a block of the linear maps that follow those of ``tp_columns``, whose inputs are split."""
     tp_compiles: bool = False
     """Whether torch can compile its blocks for any number of rows under tensor parallelism."""
+    tp_styles_instead: Mapping[str, ParallelStyle] = MappingProxyType({})
+    """Part -> style in place of the plan's: of experts that are divided by expert, not by columns."""
     context_parallel: bool = False
     """Whether it can run on a part of its rows, because rows interact only in ``packed_attention``."""
     context_group: str = ""
@@ -130,6 +132,13 @@ class Adapter(nn.Module):
     def around_blocks(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the FQNs of the parts before the blocks, and of the parts after them."""
         return self.before_blocks, self.after_blocks
+
+    def experts(self) -> dict[str, int]:
+        """Return FQN -> number of experts of the parts whose parameters all have one entry for each expert in their
+        first dimension. They compute by :func:`~hetero_strategy.model.experts.routed` with their attribute
+        ``exchange``, which expert parallelism sets.
+        """
+        return {}
 
     def prune(self, blocks: Collection[str], *, before: bool, after: bool) -> None:
         """Remove these blocks (by FQN) and the parts ``before`` or ``after`` all blocks; all other names stay."""
@@ -242,7 +251,7 @@ class Adapter(nn.Module):
             raise ModelError(f"{type(self).__name__}: {'; '.join(faults)}")
         if plan is None:
             raise ModelError(f"{type(self).__name__} has no tensor-parallel plan: set tp=1 for it (tp={mesh.size()})")
-        parallelize_module(self, mesh, by_part(self.tp_styles(plan), self))
+        parallelize_module(self, mesh, {**by_part(self.tp_styles(plan), self), **self.tp_styles_instead})
         if self.random_numbers is not None:
             separate_columns(self, plan, self.random_numbers)
         self.after_tp(mesh.size())

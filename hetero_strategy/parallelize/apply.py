@@ -30,6 +30,7 @@ from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.model.read_spec import in_no_stage
 from hetero_strategy.model.token_loss import chunk_sizes
 from hetero_strategy.parallelize.copies import compute_with_copies
+from hetero_strategy.parallelize.experts import divide_experts, expert_faults
 from hetero_strategy.parallelize.fsdp import apply_fsdp, compute_in
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.storage import FP32, Storage, Traits, check_traits, restore_traits
@@ -45,6 +46,7 @@ def parallelize(
     device: torch.device,
     *,
     seed: int,
+    experts: DeviceMesh | None = None,
     transforms: Mapping[str, Transform] = MappingProxyType({}),
     split: Sequence[int] = (),
     pp_rank: int = 0,
@@ -66,6 +68,7 @@ def parallelize(
         layout: resolved layout of the module.
         mesh: mesh of this rank's pipeline slice, with ``dp_shard``, on which context-parallel ranks lie too, and with
             each of the axes ``dp_replicate, tp`` that is above 1; not read without FSDP2 and tensor parallelism.
+        experts: mesh of its experts (``GroupRegistry.experts``); not read with ``ep=1``.
         device: device of the tensors; on meta they have no values.
         transforms: changes of its stages by name.
         split: number of blocks of each stage; not read without a pipeline.
@@ -95,6 +98,9 @@ def parallelize(
             transform.apply([*stages.values()], site)
     for stage in stages.values():
         stage.compute_dtype = storage.compute
+        if layout.ep > 1:
+            assert experts is not None
+            divide_experts(stage, experts)
         if layout.tp > 1:
             assert mesh is not None
             _split(stage, mesh["tp"], device)
@@ -107,10 +113,10 @@ def parallelize(
         precise = [layer for layer in kept if id(layer) in stage_parts]
         if copies and storage.copies(stage.parameters(), layout) and not precise:
             copied.append(stage)
-        elif layout.shards > 1 or storage.casts(stage.parameters()):
+        elif layout.is_sharded or storage.casts(stage.parameters()):
             assert mesh is not None
             axes = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
-            apply_fsdp(stage, mesh[axes], storage, precise)
+            apply_fsdp(stage, mesh[axes], storage, precise, experts)
         else:
             compute_in(storage, precise)
     with _ties_kept(stages.values()):
@@ -216,6 +222,7 @@ def check(name: str, module: Adapter, layout: ModuleLayout) -> list[str]:
             f"layout of '{name}': cp={layout.cp}, but row_sharding(layout) of {type(module).__name__} is {lie}; let it"
             " return sharding(layout.cp) of hetero_strategy.layout.row_sharding, or sharding(layout.cp, layout.tp)"
         )
+    faults += [f"layout of '{name}': {fault}" for fault in expert_faults(module, layout)]
     if layout.tp == 1:
         return faults
     if module.tp_plan() is None:

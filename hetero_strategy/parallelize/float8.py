@@ -6,7 +6,7 @@ dtype. Weights, optimizer and checkpoints stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, ClassVar, Literal, Self, cast, get_args
@@ -19,7 +19,7 @@ from typing_extensions import override
 from hetero_strategy.errors import ConfigError, require
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.parallelize.transform import Site, Transform
+from hetero_strategy.parallelize.transform import OnPaper, Site, Transform
 
 Recipe = Literal["rowwise", "rowwise_with_gw_hp"]
 """Recipes of torchao; the second multiplies gradients of weights in the compute dtype."""
@@ -53,6 +53,11 @@ class Float8(Transform):
     @override
     def setting(self) -> str:
         return self.recipe + EMULATED * self.emulated
+
+    @override
+    def faults(self, module: OnPaper, layout: ModuleLayout, others: Mapping[str, Transform]) -> Iterator[str]:
+        if layout.ep > 1:
+            yield f"with ep={layout.ep}: experts multiply in the compute dtype alone; leave it out, or set ep=1"
 
     @override
     def check(self, name: str, module: Adapter, layout: ModuleLayout, dtype: torch.dtype, device: torch.device) -> None:

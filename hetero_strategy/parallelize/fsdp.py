@@ -22,12 +22,19 @@ from torch.utils._pytree import tree_map_only
 
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.parallelize.copies import copies_of, release_copies
+from hetero_strategy.parallelize.experts import shard_experts
 from hetero_strategy.parallelize.gradients import Reached, is_part, local, note_reached, summed
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.take_part import take_part
 
 
-def apply_fsdp(module: Adapter, mesh: DeviceMesh, storage: Storage = FP32, kept: Sequence[nn.Module] = ()) -> None:
+def apply_fsdp(
+    module: Adapter,
+    mesh: DeviceMesh,
+    storage: Storage = FP32,
+    kept: Sequence[nn.Module] = (),
+    experts: DeviceMesh | None = None,
+) -> None:
     """Apply FSDP2 over a 1-D (shard) or 2-D (replicate, shard) mesh; a block is a unit, the rest is the root unit.
 
     Gradients are summed, not averaged: the loss is already divided by the global number of loss tokens. The forced sum
@@ -37,6 +44,7 @@ def apply_fsdp(module: Adapter, mesh: DeviceMesh, storage: Storage = FP32, kept:
         mesh: mesh whose shard axis may be of one rank: then FSDP only casts, and frozen parameters stay outside of it.
         storage: dtypes; inputs are not cast, since rows are in the right dtype and targets of a loss stay precise.
         kept: layers that compute in the masters' dtype; their inputs and outputs are cast.
+        experts: mesh of experts that are divided over ranks.
     """
     # Rows lose a leading dimension of 1 on their way out, and nobody writes into them.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -46,6 +54,8 @@ def apply_fsdp(module: Adapter, mesh: DeviceMesh, storage: Storage = FP32, kept:
     if storage.mixed:
         policy = MixedPrecisionPolicy(storage.compute, storage.master, cast_forward_inputs=False)
         precise = MixedPrecisionPolicy(storage.master, storage.master, storage.compute)
+    if experts is not None:
+        ignored |= shard_experts(module, experts, policy)
     depth = {id(part): fqn.count(".") for fqn, part in module.named_modules()}
     inside = sorted(dict.fromkeys([*kept, *module.blocks().values()]), key=lambda part: -depth[id(part)])  # inner first
     for part in (*(part for part in inside if any(p not in ignored for p in part.parameters())), module):

@@ -138,7 +138,7 @@ def _cut_over_tp(parameter: torch.Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return False
     axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
-    return any(name == "tp" and not isinstance(placement, Replicate) for name, placement in axes)
+    return any(name in ("tp", "ep") and not isinstance(placement, Replicate) for name, placement in axes)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -21,6 +22,7 @@ from typing_extensions import override
 from hetero_strategy.errors import Count
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.attention import VARLEN
+from hetero_strategy.model.experts import kept_routes
 from hetero_strategy.parallelize.transform import Site, Transform
 
 _ATEN = torch.ops.aten
@@ -138,6 +140,7 @@ def apply_recompute(blocks: Iterable[nn.Module], how: Recompute) -> None:
     """Apply activation checkpointing to these blocks, without a wrapper module: parameter names stay as they are."""
     for block in blocks:
         vars(block)["_hetero_trains"] = any(p.requires_grad for p in block.parameters())
+        vars(block)["_hetero_keeps_routes"] = any("exchange" in vars(part) for part in block.modules())
         compiled = block.__dict__.get("forward")
         if compiled is not None:
             block.forward = partial(_recomputed, block, compiled)
@@ -154,12 +157,27 @@ def _all_but_matmuls(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not _has_backward(block, args, kwargs):
         return forward(block, *args, **kwargs)
     contexts = partial(create_selective_checkpoint_contexts, MATMULS)
+    if vars(block)["_hetero_keeps_routes"]:
+        contexts = partial(_with_routes, contexts)
     return checkpoint(forward, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _with_routes(contexts: Callable[[], Any]) -> tuple[Any, ...]:
+    """Return contexts of a forward and of its recompute in which routes of experts are kept, too."""
+    return tuple(_both(*pair) for pair in zip(kept_routes(), contexts(), strict=True))
+
+
+@contextmanager
+def _both(first: Any, second: Any) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not _has_backward(block, args, kwargs):
         return forward(*args, **kwargs)
+    if vars(block)["_hetero_keeps_routes"]:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=kept_routes, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 

@@ -116,7 +116,8 @@ class ScheduleConfig:
         """Find the modules that fill bubbles: if ``fill`` is set, those whose rows reach a pipeline on the same ranks.
 
         Args:
-            modules: candidates: all modules but language models. Those with virtual stages do not fill.
+            modules: candidates: all modules but language models. Those with virtual stages or with experts on
+                several ranks, in which all instances meet, do not fill.
             layouts: resolved layouts.
             edges: (source, target) module names.
         """
@@ -129,7 +130,8 @@ class ScheduleConfig:
         return frozenset(
             module
             for module in modules
-            if layouts[module].vpp == 1 and any(_on_pipeline(layouts[module], layouts[t]) for t in reached[module])
+            if layouts[module].vpp == layouts[module].ep == 1
+            and any(_on_pipeline(layouts[module], layouts[t]) for t in reached[module])
         )
 
     def apart(
@@ -144,7 +146,7 @@ class ScheduleConfig:
         own, ends = self.filling(modules, layouts, edges), {*modules} - {source for source, _ in edges}
         if self.fills and fill_policy(self.fill).ends:
             for source, target in edges:
-                alone = layouts[target].pp == layouts[target].vpp == 1
+                alone = layouts[target].pp == layouts[target].vpp == layouts[target].ep == 1
                 if target in ends and alone and _on_pipeline(layouts[target], layouts[source]):
                     own |= {target}
         return own
@@ -157,7 +159,7 @@ class ScheduleConfig:
             casts: whether they compute in another dtype than they are kept in; without shards, gathering is only this
                 cast.
         """
-        if layout.shards == 1:
+        if not layout.is_sharded:
             return casts and self.reshard_after_forward != "always"
         piped = layout.pp > 1 or self.splits_backward or apart
         return self.reshard_after_forward == "never" or (self.reshard_after_forward == "auto" and piped)

@@ -306,6 +306,7 @@ def _own_stages(
             registry.mesh(name),
             device,
             seed=model.seed,
+            experts=registry.experts(name),
             transforms=options.transforms.get(name, {}),
             split=layout.split or (),
             pp_rank=where.pp,

@@ -26,7 +26,7 @@ from hetero_strategy.zoo.hf import (
     make_model,
     make_norms_precise,
 )
-from hetero_strategy.zoo.hf_experts import use_routed_experts
+from hetero_strategy.zoo.hf_experts import check_experts, expert_parts, use_routed_experts
 from hetero_strategy.zoo.hf_mixers import TakesPacking, mixers_of, run_each_sequence
 from hetero_strategy.zoo.hf_packed import packed_rows, some_mask, use_packed_attention
 from hetero_strategy.zoo.hf_stand_ins import Calling, Given, Kept, StandIn, first_of, shallow
@@ -71,6 +71,7 @@ class HFCausalLM(HFAdapter, CausalLM):
         self.model = make_model(model_class, config)
         use_packed_attention(self.model)
         use_routed_experts(self.model)
+        check_experts(who, self.model, text)
         make_norms_precise(self.model)
         self.architecture, self.config, self.text = who, self.model.config, text
         self.path, self.layers = _block_list(who, self.model, path, text.num_hidden_layers)
@@ -209,6 +210,10 @@ class HFCausalLM(HFAdapter, CausalLM):
             owner, _, name = target.rpartition(".")
             setattr(self.model.get_submodule(owner), name, self.model.get_parameter(source))
             self.tied = (f"model.{source}", f"model.{target}")
+
+    @override
+    def experts(self) -> dict[str, int]:
+        return {f"model.{fqn}": count for fqn, count in expert_parts(self.model).items()}
 
     @override
     def tied_weight(self) -> tuple[str, str] | None:

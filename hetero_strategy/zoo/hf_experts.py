@@ -40,6 +40,21 @@ def use_routed_experts(model: nn.Module) -> None:
             config._experts_implementation_internal = HF_EXPERTS
 
 
+def expert_parts(model: nn.Module) -> dict[str, int]:
+    """Return FQN -> number of experts of the modules that call the registered function and hold nothing but experts."""
+    named = {fqn: part for fqn, part in model.named_modules() if hasattr(part, "_is_expert_parallel")}
+    counts = {fqn: {p.shape[0] for p in part.parameters()} for fqn, part in named.items()}
+    return {fqn: part.num_experts for fqn, part in named.items() if counts[fqn] == {part.num_experts}}
+
+
+def check_experts(who: str, model: nn.Module, config: Any) -> None:
+    """Refuse a row that visits more experts than there are."""
+    visits = getattr(config, "num_experts_per_tok", None) or 0
+    for fqn, count in expert_parts(model).items():
+        if visits > count:
+            raise ModelError(f"{who}: num_experts_per_tok={visits}, but {fqn} has {count} experts; lower it")
+
+
 def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run a transformers module of experts on rows ``[T, width]``, with choices and weights ``[T, k]`` of a router."""
     exchange = module.__dict__.get("exchange")

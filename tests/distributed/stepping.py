@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from typing_extensions import override
 
 from hetero_strategy.errors import HeteroError
 from hetero_strategy.layout.spec import ModuleLayout, Placement, place
@@ -40,7 +43,15 @@ from hetero_strategy.strategy.assembly import Assembled, assemble
 from hetero_strategy.strategy.blueprint import Options, checked_blueprint
 from hetero_strategy.testing import gradients_of, relative_errors
 from hetero_strategy.testing.setting import in_dtype
-from hetero_strategy.zoo import flow_decoder, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
+from hetero_strategy.zoo import (
+    HFCausalLM,
+    flow_decoder,
+    hf_llama,
+    hf_qwen3,
+    siglip2_encoder,
+    titan_llama,
+    whisper_encoder,
+)
 from recipes.digits import write_digits, write_digits_draw
 from tests.distributed.damage import damaged, late
 from tests.small_models import DRAWING, READING, drawer, kinds_of, reader
@@ -78,7 +89,7 @@ class Setting:
     layouts: Mapping[str, Mapping[str, Any]]
     schedule: str = "1f1b"
     lm: str = "titan"
-    """Or hf_llama, hf_qwen3."""
+    """Or a key of :data:`LANGUAGE_MODELS`."""
     edges: tuple[tuple[str, str], ...] | None = None
     """None: every encoder feeds every language model, the first of which feeds the generators."""
     loss_weights: Mapping[str, float] = field(default_factory=dict)
@@ -164,6 +175,35 @@ def data(folder: Path, *, draws: bool = False) -> str:
     return str(write(folder, train=SAMPLES, val=SAMPLES, seed=3, progress=False))
 
 
+class Mixture(HFCausalLM):
+    """A language model whose blocks have experts.
+
+    Args:
+        visits: experts of a row; with 1, routers have no preference and send all rows to one expert.
+        sizes: fields of its config.
+    """
+
+    def __init__(self, visits: int, head_dim: int, **sizes: Any) -> None:
+        experts = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": visits}
+        super().__init__(Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes, **experts))
+        self.visits = visits
+
+    @override
+    def initialize(self, prefix: str, unit: nn.Module) -> None:
+        super().initialize(prefix, unit)
+        for name, parameter in unit.named_parameters():
+            if name.endswith("mlp.gate.weight") and self.visits == 1:
+                nn.init.zeros_(parameter)
+
+
+LANGUAGE_MODELS: dict[str, Callable[..., Any]] = {
+    "hf_llama": hf_llama,
+    "hf_qwen3": hf_qwen3,
+    "mixture": partial(Mixture, 2),
+    "all to one expert": partial(Mixture, 1),
+}
+
+
 def model_of(setting: Setting, vocabulary: int) -> MultimodalModel:
     """The same small model for every layout."""
     modules: dict[str, Any] = {}
@@ -190,7 +230,7 @@ def model_of(setting: Setting, vocabulary: int) -> MultimodalModel:
                 multiple_of=16, max_seq_len=512,
             )  # fmt: skip
         else:
-            modules[name] = {"hf_llama": hf_llama, "hf_qwen3": hf_qwen3}[setting.lm](
+            modules[name] = LANGUAGE_MODELS[setting.lm](
                 vocab_size=vocabulary, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=setting.llm_layers,
                 num_attention_heads=4, num_key_value_heads=setting.kv_heads, head_dim=8, max_position_embeddings=512,
                 tie_word_embeddings=setting.tied, **attention,

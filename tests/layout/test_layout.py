@@ -55,7 +55,9 @@ def test_ranks_ascend_along_every_axis() -> None:
         ({"ranks": 2, "pp": 2, "split": [0, 0]}, ["split=[0, 0]", "at least one block"]),
         ({"ranks": 2, "pp": 2, "split": [3, 0]}, ["split=[3, 0]", "at least one block"]),
         ({"ranks": 2, "cp": 3}, ["dp_shard=-1", "2 ranks", "cp 3 = 3"]),
-        ({"ranks": 2, "ep": 2}, ["ep=2", "expert", "ep=1"]),
+        ({"ranks": 12, "tp": 2, "pp": 2, "ep": 4}, ["ep=4", "dp_shard 3 x cp 1 x tp 2 = 6", "ep=3 or 6"]),
+        ({"ranks": 4, "dp_replicate": 2, "ep": 4}, ["ep=4", "dp_shard 2 x cp 1 x tp 1 = 2", "ep=2"]),
+        ({"ranks": 2, "ep": -1}, ["ep=-1", "ep=1"]),
     ],
 )
 def test_faults_name_field_numbers_and_fix(fields: dict[str, Any], parts: list[str]) -> None:
@@ -69,7 +71,7 @@ def test_faults_name_field_numbers_and_fix(fields: dict[str, Any], parts: list[s
 
 def test_all_faults_at_once() -> None:
     with pytest.raises(LayoutError) as raised:
-        place({"vision": ModuleLayout(ranks=[0, 0], ep=2), "llm": ModuleLayout(ranks=[3, 8, 9], dp_shard=2)}, 4)
+        place({"vision": ModuleLayout(ranks=[0, 0], ep=0), "llm": ModuleLayout(ranks=[3, 8, 9], dp_shard=2)}, 4)
     lines = str(raised.value).splitlines()
     assert len(lines) == 4
     assert "ranks 8-9 do not exist in a world of 4" in lines[3] and "at least 10 processes" in lines[3]

@@ -35,17 +35,10 @@ MAKE = {
     "hf_llama": lambda: hf_llama(**LLAMA | {"num_hidden_layers": 4}),
     "tied": lambda: hf_llama(**LLAMA | {"num_hidden_layers": 4}, tie_word_embeddings=True),
     "hf_qwen3": lambda: hf_qwen3(**LLAMA | {"num_hidden_layers": 4}, head_dim=8),
-    "hf_moe": lambda: _experts(),
+    "hf_moe": lambda: hf_causal_lm(model_type="qwen3_moe", **LLAMA | EXPERTS),
     "siglip2": lambda: siglip2_encoder(out_width=8, merge=2, **VIT | {"num_hidden_layers": 4}),
     "whisper": lambda: whisper_encoder(out_width=8, stack=2, **WHISPER | {"encoder_layers": 4}),
 }
-
-
-def _experts() -> Adapter:
-    """Experts of a loop: torch's grouped operator takes no fp64."""
-    module = hf_causal_lm(model_type="qwen3_moe", **LLAMA | EXPERTS)
-    module.model.config._experts_implementation = "eager"
-    return module
 
 
 GRIDS = [[(2, 4), (2, 2)], [(4, 4)], [], [(2, 2)]]
@@ -167,8 +160,8 @@ def _run(rank: int, world: int, piece: Piece, sums: Sums) -> dict[str, Any]:
     expected, rows, grads = reference(piece, layout, split)
     stages = parallelize(
         "m", module, layout, registry.mesh("m"), torch.device("cpu"),
-        seed=3, transforms=read_transforms({"m": piece.transforms}).get("m", {}), split=split, pp_rank=where.pp,
-        storage=Storage(torch.float64, torch.float64),
+        seed=3, experts=registry.experts("m"), transforms=read_transforms({"m": piece.transforms}).get("m", {}),
+        split=split, pp_rank=where.pp, storage=Storage(torch.float64, torch.float64),
     )  # fmt: skip
     tied = find_tied({"m": module}, {"m": layout}, rank, registry.group)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,11 +14,14 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from hetero_strategy.errors import ModelError
+from hetero_strategy.errors import LayoutError, ModelError
+from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.adapter import block_linear_flops
 from hetero_strategy.model.read_spec import trained_share
 from hetero_strategy.model.spec import KEPT
+from hetero_strategy.parallelize.apply import check_all
+from hetero_strategy.parallelize.float8 import Float8
 from hetero_strategy.profiling.activations import activations_of
 from hetero_strategy.profiling.stage_memory import features
 from hetero_strategy.zoo.hf import HFAdapter, make_norms_precise
@@ -170,3 +175,40 @@ def test_another_implementation_of_experts_is_refused() -> None:
     config = CONFIG_MAPPING["mixtral"](**TINY["mixtral"], experts_implementation="batched_mm")
     with pytest.raises(ModelError, match=r"experts_implementation='batched_mm'.*leave it out"):
         HFCausalLM(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layout", "parts"),
+    [
+        (
+            "mixtral",
+            {"ranks": 4, "ep": 4},
+            ["ep=4 does not divide the 6 experts", "ep=1 or 2"],
+        ),
+        ("mixtral", {"ranks": 10, "ep": 2}, ["ep=2 leaves 3 experts", "to 5 ranks", "sizes 64, 96", "set ep=1"]),
+        ("qwen3", {"ranks": 2, "ep": 2}, ["ep=2, but HFCausalLM has no experts", "set ep=1"]),
+        ("llama4_text", {"ranks": 2, "ep": 2}, ["ep=2, but HFCausalLM has no experts", "set ep=1"]),
+    ],
+)
+def test_layouts_that_do_not_divide_experts_are_refused(
+    model_type: str, layout: dict[str, Any], parts: list[str]
+) -> None:
+    """With all other faults of a layout, before there are processes."""
+    fields = SIZES | FAMILIES[model_type] if model_type in FAMILIES else TINY[model_type]
+    module = hf_causal_lm(model_type=model_type, check=False, **fields)
+    resolved = ModuleLayout.from_config("llm", layout).resolved()
+    with pytest.raises(LayoutError) as raised:
+        check_all({"llm": module}, {"llm": replace(resolved, split=(9,))})
+    first, second = str(raised.value).splitlines()
+    assert "split=[9]" in first and second.startswith("layout of 'llm': ")
+    assert all(part in second for part in parts), second
+
+
+def test_a_row_cannot_visit_more_experts_than_there_are() -> None:
+    with pytest.raises(ModelError, match=r"num_experts_per_tok=7, but .*experts has 6 experts; lower it"):
+        hf_causal_lm(model_type="mixtral", check=False, **SIZES | FAMILIES["mixtral"] | {"num_experts_per_tok": 7})
+
+
+def test_float8_is_refused_with_experts_on_several_ranks() -> None:
+    fault, *_ = Float8().faults(Mock(), ModuleLayout(2, ep=2), {})
+    assert "ep=2" in fault and "leave it out" in fault

@@ -1,0 +1,250 @@
+"""Experts divided over ranks: results, gradients and messages of one layer, and whole steps against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hetero_strategy.checkpoint import Checkpointer, load
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.layout.registry import GroupRegistry
+from hetero_strategy.layout.spec import place
+from hetero_strategy.model.experts import Exchange, kept_routes, routed
+from hetero_strategy.parallelize.apply import parallelize
+from hetero_strategy.parallelize.gradients import local
+from hetero_strategy.testing import Pool
+from hetero_strategy.zoo.hf_causal_lm import hf_causal_lm
+from tests.distributed.exact import EXACT, Given, differences, expected, on, run_together, setting_of
+from tests.model.helpers import reads
+from tests.parallelize.pieces import Piece, run_all, worst
+
+EXPERTS, WIDTH, VISITS = 8, 6, 2
+ROWS = (7, 0, 12, 1)
+"""Rows of each rank."""
+
+
+def drawn(rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows of a rank, their experts, of which the last has none, the weights, and gradients of the results."""
+    draw, count = torch.Generator().manual_seed(rank), ROWS[rank]
+    rows, gradient = torch.randn(2, count, WIDTH, generator=draw, dtype=torch.float64)
+    chosen = torch.rand(count, EXPERTS - 1, generator=draw).topk(VISITS).indices
+    return rows, chosen, torch.rand(count, VISITS, generator=draw, dtype=torch.float64), gradient
+
+
+def matrices() -> Tensor:
+    draw = torch.Generator().manual_seed(99)
+    return torch.randn(EXPERTS, WIDTH, WIDTH, generator=draw, dtype=torch.float64)
+
+
+def multiply(weights: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    """The experts: a matrix each."""
+    parts = rows.tensor_split(ends.tolist()[:-1])
+    return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)]).tanh()
+
+
+class Exchanges(TorchDispatchMode):
+    """Notes the rows that go to each rank in every exchange."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[list[int]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops._c10d_functional.all_to_all_single.default:
+            self.sent.append(list(args[2]))
+        return function(*args, **(kwargs or {}))
+
+
+def layer_on_rank(rank: int, world: int, swapped: bool, contexts: Callable[[], Any] | None) -> dict[str, Any]:
+    """One layer, forward and backward: relative errors against one process, and exchanges."""
+    world_group = dist.group.WORLD
+    assert world_group is not None
+    here = EXPERTS // world
+    own = matrices()[rank * here : (rank + 1) * here]
+    own = (own.flip(0) if swapped and rank == 1 else own).clone().requires_grad_()
+    rows, chosen, weights, gradient = drawn(rank)
+    rows.requires_grad_()
+    weights.requires_grad_()
+    exchange = Exchange(world_group.group_name, world)
+
+    def layer(rows: Tensor, weights: Tensor) -> Tensor:
+        return routed(rows, chosen, weights, EXPERTS, partial(multiply, own), exchange)
+
+    with Exchanges() as exchanges:
+        if contexts is None:
+            out = layer(rows, weights)
+        else:
+            out = checkpoint(layer, rows, weights, use_reentrant=False, context_fn=contexts)
+        out.backward(gradient)
+    whole, errors = matrices().requires_grad_(), []
+    for other in range(world):
+        r, c, w, g = drawn(other)
+        r.requires_grad_()
+        w.requires_grad_()
+        each = torch.stack([(r @ matrix).tanh() for matrix in whole], dim=1)
+        result = (each.gather(1, c[..., None].expand(-1, -1, WIDTH)) * w[..., None]).sum(1)
+        result.backward(g)
+        if other == rank:
+            errors += [(out, result), (rows.grad, r.grad), (weights.grad, w.grad)]
+    assert whole.grad is not None and own.grad is not None
+    errors.append((own.grad, whole.grad[rank * here : (rank + 1) * here]))
+    relative = [float((a - b).norm() / b.norm().clamp(min=1e-9)) for a, b in errors]
+    elsewhere = int((chosen // here != rank).sum())
+    return {"error": max(relative), "sent": exchanges.sent, "elsewhere": elsewhere}
+
+
+def test_a_layer_is_that_of_one_process(pool: Pool) -> None:
+    """One rank has no rows. Rows travel there and back, forward and backward, and their numbers once."""
+    for found in pool.run(4, layer_on_rank, False, None, timeout=60):
+        assert found["error"] < 1e-12
+        counts, *ways = found["sent"]
+        assert counts == [EXPERTS // 4] * 4 and len(ways) == 4
+
+
+def test_rows_sent_are_those_whose_expert_is_elsewhere(pool: Pool) -> None:
+    for rank, found in enumerate(pool.run(4, layer_on_rank, False, None, timeout=60)):
+        _, there, back, *backward = found["sent"]
+        assert backward == [there, back] and there[rank] == back[rank]
+        assert sum(there) - there[rank] == found["elsewhere"]
+
+
+def test_swapped_experts_are_noticed(pool: Pool) -> None:
+    assert max(found["error"] for found in pool.run(4, layer_on_rank, True, None, timeout=60)) > 0.1
+
+
+def test_numbers_of_rows_are_exchanged_once_with_recompute(pool: Pool) -> None:
+    """Without the routes of the first forward they would be exchanged, and waited for, again."""
+    for contexts, exchanges in ((kept_routes, 3 + 2 + 2), (noop_context_fn, 3 + 3 + 2)):
+        for found in pool.run(4, layer_on_rank, False, contexts, timeout=60):
+            assert found["error"] < 1e-12 and len(found["sent"]) == exchanges
+
+
+LAYERS = [f"llm.model.model.layers.{number}.mlp" for number in (0, 1)]
+Case = tuple[str, dict[str, Any], dict[str, Any]]
+SCHEDULED: dict[str, Case] = {
+    "1f1b": ("1f1b", {"pp": 2, "ep": 2}, {}),
+    "zb_h1": ("zb_h1", {"pp": 2, "ep": 2}, {}),
+    "zbv": ("zbv", {"pp": 2, "ep": 2}, {}),
+    "interleaved": ("interleaved_1f1b", {"pp": 2, "ep": 2}, {}),
+    "zb_h1, tp": ("zb_h1", {"pp": 2, "tp": 2, "ep": 2}, {}),
+    "whole again": ("1f1b", {"pp": 2, "ep": 2}, {"transforms": {"llm": {"recompute": "whole"}}}),
+    "frozen embedding": ("zb_h1", {"pp": 2, "ep": 2}, {"freeze": ("llm.model.model.embed_tokens",)}),
+}
+PLACED: dict[str, Case] = {
+    "ep 2": ("1f1b", {"ep": 2}, {}),
+    "ep 4, each": ("1f1b", {"ep": 4}, {"reshard_after_forward": "always"}),
+    "ep 2, once": ("1f1b", {"ep": 2}, {"reshard_after_forward": "never"}),
+    "ep 4, once": ("1f1b", {"ep": 4}, {"reshard_after_forward": "never"}),
+    "tp 2, ep 2": ("1f1b", {"tp": 2, "ep": 2}, {}),
+    "tp 2, ep 4": ("1f1b", {"tp": 2, "ep": 4}, {}),
+    "tp 4, ep 2": ("1f1b", {"tp": 4, "ep": 2}, {}),
+    "tp 4, ep 4": ("1f1b", {"tp": 4, "ep": 4}, {}),
+    "cp 2, ep 2": ("1f1b", {"cp": 2, "ep": 2}, {}),
+    "cp 2, ep 4": ("1f1b", {"cp": 2, "ep": 4}, {}),
+    "replicas": ("1f1b", {"dp_replicate": 2, "ep": 2}, {}),
+    "replicas, tp": ("1f1b", {"dp_replicate": 2, "tp": 2, "ep": 2}, {}),
+}
+CHANGED: dict[str, Case] = {
+    "again": ("1f1b", {"ep": 4}, {"transforms": {"llm": {"recompute": "all"}}}),
+    "again but matmuls": ("1f1b", {"ep": 2}, {"transforms": {"llm": {"recompute": "all but matmuls"}}}),
+    "all frozen": ("1f1b", {"ep": 4}, {"freeze": ("llm",)}),
+    "frozen router": ("1f1b", {"ep": 4}, {"freeze": tuple(f"{layer}.gate" for layer in LAYERS)}),
+    "frozen experts": ("1f1b", {"ep": 4}, {"freeze": tuple(f"{layer}.experts" for layer in LAYERS)}),
+    "all to one": ("1f1b", {"ep": 4}, {"lm": "all to one expert"}),
+    "all to one, tp": ("1f1b", {"tp": 2, "ep": 4}, {"lm": "all to one expert"}),
+    "fp32": ("1f1b", {"ep": 4}, {"precision": "32-true"}),
+    "fp32, tp": ("1f1b", {"tp": 2, "ep": 2}, {"precision": "32-true"}),
+    "fp32, zb_h1": ("zb_h1", {"pp": 2, "ep": 2}, {"precision": "32-true"}),
+}
+"""Name -> schedule, degrees of the language model on four ranks, and more options of the setting."""
+
+
+@pytest.mark.parametrize("cases", [SCHEDULED, PLACED, CHANGED], ids=["schedules", "layouts", "changes"])
+def test_steps_are_those_of_one_process(pool: Pool, folders: dict[bool, str], cases: dict[str, Case]) -> None:
+    """Two microbatches with other numbers of rows on each instance, and three with an instance that has none."""
+    given: dict[str, Given] = {}
+    for name, (schedule, degrees, options) in cases.items():
+        layouts = {"vision": on(0, 1), "llm": on(0, 1, 2, 3, **degrees)}
+        layers = {} if "pp" in degrees else {"llm_layers": 2}
+        setting = setting_of(folders, layouts, schedule, **{"lm": "mixture", **layers, **options})
+        given[name] = setting, expected(setting), [2, 3], 0
+    found: dict[str, list[str]] = {}
+    for name, runs in run_together(pool, given).items():
+        bound = EXACT if given[name][0].precision == "64-true" else 1e-5
+        steps = zip(*(run.steps for run in runs), strict=True)
+        found[name] = [fault for step in steps for fault in differences(given[name][1], step, bound)]
+    assert not any(found.values()), {name: faults[:3] for name, faults in found.items() if faults}
+
+
+def test_norm_and_values_are_those_of_one_process(pool: Pool) -> None:
+    pieces = [
+        Piece("hf_moe", {"ranks": 4, "dp_shard": 4, "ep": 2}),
+        Piece("hf_moe", {"ranks": 4, "dp_shard": 2, "dp_replicate": 2, "ep": 2}, mode="each"),
+        Piece("hf_moe", {"ranks": 4, "dp_shard": 4, "ep": 4}, halves=True),
+    ]
+    for results in zip(*pool.run(4, run_all, pieces, timeout=200), strict=True):
+        assert worst(results) < 1e-10 and max(result["norm"] for result in results) < 1e-12
+        for result in results:
+            assert result["values"].keys() == results[0]["values"].keys()
+            assert all((value == results[0]["values"][name]).all() for name, value in result["values"].items())
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe", "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}  # fmt: skip
+
+
+def in_place(rank: int, world: int, ep: int, folder: str | None) -> dict[str, Tensor]:
+    """A mixture in place on this rank, of a folder, with values of its own, or without: names -> parameters."""
+    module = hf_causal_lm(checkpoint=folder, check=False) if folder else hf_causal_lm(check=False, **MIXTURE)
+    layout = ModuleLayout(world, ep=ep).resolved()
+    registry = GroupRegistry(place({"m": layout}, world), [], "cpu")
+    cpu, meshes = torch.device("cpu"), (registry.mesh("m"), registry.experts("m"))
+    parallelize("m", module, layout, meshes[0], cpu, seed=3, experts=meshes[1])
+    return {f"model.m.{name}": parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def loaded_and_saved(rank: int, world: int, ep: int, source: str, target: str, hf: bool) -> Any:
+    """Load a folder of transformers or a checkpoint, save it, and return the whole tensors and the bytes read."""
+    with reads() as found:
+        tensors = in_place(rank, world, ep, source if hf else None)
+    if not hf:
+        for tensor in tensors.values():
+            local(tensor).zero_()
+        assert not load(tensors, source).missing
+    Checkpointer().save(tensors, {}, target)
+    held = sum(local(t).nbytes for name, t in tensors.items() if ".experts." in name)
+    full = {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in tensors.items()}
+    return full if rank == 0 else None, sum(found), held
+
+
+def test_a_folder_is_read_in_parts_and_resumed_with_other_degrees(pool: Pool, tmp_path: Path) -> None:
+    """transformers' folder -> ep 4 -> ep 1 -> ep 2, bit by bit; each rank reads its experts and the rest alone."""
+    config = AutoConfig.for_model(**MIXTURE)
+    original = AutoModelForCausalLM.from_config(config)
+    original.save_pretrained(tmp_path / "hf")
+    expected = {f"model.m.model.{name}": p.detach() for name, p in original.named_parameters()}
+    experts = sum(p.nbytes for name, p in expected.items() if ".experts." in name)
+    rest = sum(p.nbytes for p in expected.values()) - experts
+    source = str(tmp_path / "hf")
+    for ep in (4, 1, 2):
+        target = str(tmp_path / f"ep {ep}")
+        found = pool.run(4, loaded_and_saved, ep, source, target, ep == 4, timeout=60)
+        assert all(torch.equal(value, expected[name]) for name, value in found[0][0].items())
+        assert found[0][0].keys() == expected.keys()
+        for _, read, held in found:
+            assert held == experts // 4 and (ep != 4 or 0 < read <= experts // 4 + rest)
+        source = target
