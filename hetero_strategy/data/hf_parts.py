@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -93,6 +94,36 @@ def _locked(tokenizer: Any) -> Any:
 
     tokenizer.__class__ = type(family.__name__, (family,), {"__call__": call})
     return tokenizer
+
+
+def without_values(alone: Any, whole: Any) -> tuple[Any, Any]:
+    """Return the parts for blank pictures: of each step only the shapes are computed; other kinds as they are."""
+    from transformers.image_processing_backends import PilBackend
+    from transformers.image_utils import PILImageResampling
+
+    if not isinstance(alone, PilBackend):
+        return alone, whole
+
+    class Zeros(PilBackend):  # follows the family's class, whose methods call these
+        def process_image(self, image: Any, *_: Any, **options: Any) -> np.ndarray:
+            return np.broadcast_to(np.uint8(0), (3, image.height, image.width))
+
+        def resize(
+            self, image: np.ndarray, size: Any, resample: Any = None, reducing_gap: Any = None, **options: Any
+        ) -> np.ndarray:
+            one = super().resize(image[:1], size, PILImageResampling.NEAREST, **options)
+            return np.broadcast_to(one, (len(image), *one.shape[1:]))
+
+        def rescale(self, image: np.ndarray, *_: Any, **options: Any) -> np.ndarray:
+            return np.broadcast_to(np.float32(0), image.shape)
+
+        normalize = rescale
+
+    alone, whole = copy(alone), copy(whole)
+    alone.__class__ = type(type(alone).__name__, (type(alone), Zeros), {})
+    if whole is not None:
+        whole.image_processor = alone
+    return alone, whole
 
 
 def split(arrays: dict[str, np.ndarray], kind: str) -> Values:

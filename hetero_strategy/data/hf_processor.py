@@ -34,7 +34,7 @@ import torch
 from PIL import Image
 
 from hetero_strategy.data.chat_template import read_json
-from hetero_strategy.data.hf_parts import FILES, Values, parts_of, split
+from hetero_strategy.data.hf_parts import FILES, Values, parts_of, split, without_values
 from hetero_strategy.data.media import at_rate, check_picture, same_sizes, upright, upright_size, zero_rows
 from hetero_strategy.data.media_file import length_of, open_picture, reading, waveform_of
 from hetero_strategy.errors import ConfigError, DataError, require
@@ -45,7 +45,7 @@ PROBES: dict[str, tuple[tuple[int, ...], ...]] = {
     "image": ((224, 224), (160, 350), (311, 97)), "audio": ((16000,), (40007,)),
 }  # fmt: skip
 """Sizes of blank items from which the shapes of a processor's values are known."""
-MOST_BLANKS = 2**16
+MOST_BLANKS = 2**20
 """Most sizes of which a processor keeps what it makes of them."""
 WORDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets", "labels")
 """Outputs of a processor that belong to the text."""
@@ -245,7 +245,11 @@ class HFProcessor:
         if self.placeholder is None:
             return None
         tokenizer = self._parts[1].tokenizer
-        ids = np.asarray(self._processed(_blank_item(PROBES[self.kind][0]))["input_ids"]).reshape(-1).tolist()
+        ids = (
+            np.asarray(self._processed(_blank_item(PROBES[self.kind][0]), self._parts)["input_ids"])
+            .reshape(-1)
+            .tolist()
+        )
         added = set(tokenizer.get_added_vocab().values())
         most = next((number for number, _ in Counter(ids).most_common() if number in added), None)
         if most is None:
@@ -268,7 +272,7 @@ class HFProcessor:
     @cached_property
     def _layout(self) -> tuple[tuple[int, ...], dict[str, slice]]:
         """Shape of a raw row, and columns of the sizes."""
-        outputs = [self._processed(_blank_item(size)) for size in PROBES[self.kind]]
+        outputs = [self._processed(_blank_item(size), self._parts) for size in PROBES[self.kind]]
         probes = [self._split(output) for output in outputs]
         shapes = {values.array.shape[-values.tile :] for values in probes}
         columns = [{name: len(numbers) for name, numbers in values.columns.items()} for values in probes]
@@ -291,21 +295,43 @@ class HFProcessor:
     def _blanks(self) -> dict[tuple[int, ...], Blank]:
         return {}
 
+    @cached_property
+    def _texts(self) -> dict[tuple[str | int, ...], tuple[str | int, ...]]:
+        """What stands for items, once for all sizes that have it."""
+        return {}
+
+    @cached_property
+    def _quick(self) -> tuple[Any, Any]:
+        """The parts that compute shapes alone, if all is the same with them; else the folder's own."""
+        quick = without_values(*self._parts)
+        try:
+            same = all(
+                self._made(item, "", quick)[1] == self._made(item, "")[1]
+                for item in map(_blank_item, PROBES[self.kind])
+            )
+        except DataError:
+            same = False
+        return quick if same else self._parts
+
     def _blank(self, size: tuple[int, ...], path: str | Path) -> Blank:
         """Return what the processor makes of an item of this size."""
         if (blank := self._blanks.get(size)) is None:
-            _, blank = self._made(_blank_item(size), path)
+            item = _blank_item(size)
+            try:
+                _, blank = self._made(item, path, self._quick)
+            except DataError:  # the message is that of the folder's own
+                _, blank = self._made(item, path)
             if len(self._blanks) >= MOST_BLANKS:
                 self._blanks.clear()
-            self._blanks[size] = blank
+            self._blanks[size] = blank = blank._replace(written=self._texts.setdefault(blank.written, blank.written))
         return blank
 
-    def _made(self, item: Any, path: str | Path) -> tuple[np.ndarray, Blank]:
+    def _made(self, item: Any, path: str | Path, parts: tuple[Any, Any] | None = None) -> tuple[np.ndarray, Blank]:
         """Return an item's raw rows, and what does not depend on their values."""
         size = tuple(item.shape) if self.kind == "audio" else (item.height, item.width)
         _ = self._layout, self._row  # faults of the folder are not the file's
         try:
-            output = self._processed(item)
+            output = self._processed(item, parts or self._parts)
             rows, numbers = self._rows(self._split(output))
             blank = Blank((len(rows), *size, *numbers), self._written(output))
             if len(blank.sizes) != len(self.size_names):
@@ -323,9 +349,9 @@ class HFProcessor:
         words = WORDS if self._parts[1] is not None else ()
         return split({name: np.asarray(one) for name, one in output.items() if name not in words}, self.kind)
 
-    def _processed(self, item: Any) -> Any:
-        """Return the processor's outputs for one item: a picture, or a waveform at the processor's rate."""
-        alone, whole = self._parts
+    def _processed(self, item: Any, parts: tuple[Any, Any]) -> Any:
+        """Return the outputs of the parts for one item: a picture, or a waveform at the processor's rate."""
+        alone, whole = parts
         options: dict[str, Any] = {"return_tensors": "pt"}
         if self.kind == "audio":
             options["sampling_rate"] = self._rate

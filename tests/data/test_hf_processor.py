@@ -52,6 +52,7 @@ def images_alone(folder: str, image: Image.Image) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_sizes_of_blank_pictures_are_those_of_decoded_ones(tmp_path: Path, name: str, count: int) -> None:
     processor, path = processor_of(tmp_path, name), tmp_path / "a.png"
+    assert processor._quick[0] is not processor._parts[0]  # pixels of blank pictures are not computed
     for _ in range(count):
         size = tuple(int(side) for side in RNG.integers(20, 500, 2))
         image = picture(path, size)
@@ -73,6 +74,25 @@ def test_sizes_of_blank_pictures_are_those_of_decoded_ones(tmp_path: Path, name:
             assert np.ravel(whole["input_ids"]).tolist().count(processor.row_id) == rows
             written = processor.written(sizes)
             assert sum(written[1::2]) == rows and np.prod(np.shape(whole["pixel_values"])) == values.size
+
+
+@pytest.mark.parametrize("fault", ["writes", "sizes"])
+def test_a_processor_that_needs_pixels_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    def rescale(self: Any, image: np.ndarray, *_: Any, **options: Any) -> np.ndarray:
+        if fault == "writes":
+            image += 1
+        return image[:, : 10 + image.strides[-1]].astype(np.float32)  # zeros that are not stored have no strides
+
+    monkeypatch.setattr(CLIPImageProcessorPil, "rescale", rescale, raising=False)
+    processor, image = processor_of(tmp_path, "clip"), picture(tmp_path / "a.png", (60, 90))
+    assert processor._quick[0] is processor._parts[0]
+    sizes, _ = processor.measure(tmp_path / "a.png")
+    assert np.array_equal(
+        processor.load(tmp_path / "a.png", sizes).reshape(-1),
+        images_alone(processor.folder, image)["pixel_values"].reshape(-1),
+    )
 
 
 def test_tiles_of_several_sizes_are_rows_of_pixels(tmp_path: Path) -> None:
@@ -213,8 +233,8 @@ def test_recordings_are_not_cut_and_odd_files_are_named(tmp_path: Path, monkeypa
 
     processed = HFProcessor._processed
 
-    def other(self: HFProcessor, item: Any) -> dict[str, Any]:  # twice the frames of other items
-        output = dict(processed(self, item))
+    def other(self: HFProcessor, item: Any, parts: Any) -> dict[str, Any]:  # twice the frames of other items
+        output = dict(processed(self, item, parts))
         frames = np.concatenate([output["input_features"]] * (2 if len(item) == 999 else 1), axis=2)
         return output | {"input_features": frames} | ({"more": np.ones(1, int)} if len(item) == 998 else {})
 
@@ -240,7 +260,7 @@ def test_a_picture_that_cannot_be_processed_is_named_as_it_is_read(
     monkeypatch.chdir("/")  # as in a Ray actor
     assert pickle.loads(pickle.dumps(processor)).load(tmp_path / "a.png").size
 
-    def refuse(self: HFProcessor, item: Any) -> Any:
+    def refuse(self: HFProcessor, item: Any, parts: Any) -> Any:
         raise TypeError("not this one")
 
     monkeypatch.setattr(HFProcessor, "_processed", refuse)
