@@ -201,36 +201,29 @@ def _arrays(
     faults: Faults,
     progress: bool,
     tokens: Mapping[str, ItemTokens],
-    most_rows: Mapping[str, int] | None = None,
+    most: Mapping[str, int] | None = None,
 ) -> dict[str, np.ndarray]:
-    kept: list[Sample] = []
     if measured is not None:
         samples = [s for s in samples if all((f, name) in measured for f, names in s.items.items() for name in names)]
     ids, loss = bytearray(), bytearray()  # they grow in place, so that there is never a second copy of all tokens
-    lengths, labels = list[int](), list[int]()
+    kept, lengths, labels = list[Sample](), list[int](), list[int]()
     by_field = {processor.field: processor for processor in processors.values()}
     runs, items = {name: [np.zeros((0, 3), np.int64)] for name in processors}, dict.fromkeys(processors, 0)
     for chunk in progress_bar(range(0, len(samples), CHUNK), "tokenise", None, progress):
         batch = samples[chunk : chunk + CHUNK]
-        rows = [
-            {f: [1 if measured is None else measured[f, name][1] for name in names] for f, names in s.items.items()}
-            for s in batch
-        ]
-        written = rows if measured is None else [_written(s, by_field, measured, tokens) for s in batch]
+        rows, written = ([_written(s, by_field, measured, known) for s in batch] for known in ({}, tokens))
         here = {name: runs[name][:1] for name in processors}
         refused: dict[int, str] = {}
         variables = [s.variables for s in batch]
         encodings = tokenizer.encode_batch([s.turns for s in batch], written, refused.__setitem__, variables, tokens)
         for number, (sample, encoded) in enumerate(zip(batch, encodings, strict=True)):
-            count, kind, fault = len(encoded.ids), "too long", ""
-            if max_tokens is not None and count > max_tokens:
-                fault = too_long(count, of_items(processors, rows[number]), max_tokens)
-            elif number in refused:
+            count = len(encoded.ids)
+            if number in refused:
                 kind, fault = "chat template", refused[number]
             elif not count:
                 kind, fault = "no tokens", "the conversation has no tokens; give it some text"
-            elif most_rows:
-                fault = _beyond(sample, count, processors, measured, most_rows)
+            else:
+                kind, fault = "too long", _beyond(sample, count, rows[number], processors, measured, max_tokens, most)
             if fault:
                 faults.add(sample.position, f"sample '{sample.id}': {fault}", sample=sample.id, kind=kind)
                 continue
@@ -246,35 +239,39 @@ def _arrays(
                     items[name] += len(rows[number][processor.field])
         for name, parts in here.items():
             runs[name].append(np.concatenate(parts))  # an array per sample would take more memory
-    samples = kept
     arrays = {
         "ids": np.frombuffer(ids, np.int32),
         "loss": np.frombuffer(loss, bool),
         "offsets": ragged.offsets(np.array(lengths, np.int64)),
         "labels": np.array(labels, np.int64),
-        **_strings("names", [sample.id for sample in samples]),
+        **_strings("names", [sample.id for sample in kept]),
     }
     for number, (module, processor) in enumerate(processors.items()):
-        counts = np.array([len(sample.items.get(processor.field, ())) for sample in samples], np.int64)
-        names = [name for sample in samples for name in sample.items.get(processor.field, ())]
-        columns = {
-            "sample": np.repeat(np.arange(len(samples), dtype=np.int64), counts),
-            "offsets": ragged.offsets(counts),
-            **_strings("paths", names),
-        }
-        files = [(None, 1) if measured is None else measured[processor.field, name] for name in names]
-        columns |= _placed(module, names, np.array([rows for _, rows in files], np.int64), np.concatenate(runs[module]))
-        if measured is not None:
-            sizes = np.array([sizes for sizes, _ in files], np.int64).reshape(-1, len(processor.size_names))
-            columns |= {
-                "sizes": sizes,
-                "rows": np.array([rows for _, rows in files], np.int64),
-                "inner_rows": processor.inner_rows(sizes),
-            }
-            if isinstance(processor, TargetProcessor):
-                columns["targets"] = processor.target_elements(sizes)
+        columns = _columns(module, processor, kept, measured, np.concatenate(runs[module]))
         arrays |= {f"items{number}.{column}": values for column, values in columns.items()}
     return arrays
+
+
+def _columns(
+    module: str, processor: Media, samples: Sequence[Sample], measured: Measured | None, runs: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return the columns of a module's items: their samples, files, places and sizes."""
+    counts = np.array([len(sample.items.get(processor.field, ())) for sample in samples], np.int64)
+    names = [name for sample in samples for name in sample.items.get(processor.field, ())]
+    files = [((), 1) if measured is None else measured[processor.field, name] for name in names]
+    rows = np.array([rows for _, rows in files], np.int64)
+    columns = {
+        "sample": np.repeat(np.arange(len(samples), dtype=np.int64), counts),
+        "offsets": ragged.offsets(counts),
+        **_strings("paths", names),
+        **_placed(module, names, rows, runs),
+    }
+    if measured is not None:
+        sizes = np.array([sizes for sizes, _ in files], np.int64).reshape(-1, len(processor.size_names))
+        columns |= {"sizes": sizes, "rows": rows, "inner_rows": processor.inner_rows(sizes)}
+        if isinstance(processor, TargetProcessor):
+            columns["targets"] = processor.target_elements(sizes)
+    return columns
 
 
 def _placed(module: str, names: Sequence[str], rows: np.ndarray, runs: np.ndarray) -> dict[str, np.ndarray]:
@@ -317,11 +314,13 @@ def _tokens(tokenizer: ChatTokenizer, processors: Mapping[str, Any], measure: bo
 
 
 def _written(
-    sample: Sample, processors: Mapping[str, Any], measured: Measured, tokens: Mapping[str, ItemTokens]
+    sample: Sample, processors: Mapping[str, Any], measured: Measured | None, tokens: Mapping[str, ItemTokens]
 ) -> dict[str, list[Any]]:
-    """Return media field -> rows of each item of a sample, or what its processor writes for it."""
+    """Return media field -> rows of each item of a sample, or what its processor writes for it if it has tokens."""
 
     def one(field: str, name: str) -> Any:
+        if measured is None:
+            return 1
         sizes, rows = measured[field, name]
         return processors[field].written(sizes) if field in tokens else rows
 
@@ -331,22 +330,26 @@ def _written(
 def _beyond(
     sample: Sample,
     tokens: int,
+    rows: Mapping[str, Sequence[int]],
     processors: Mapping[str, Media],
     measured: Measured | None,
-    most_rows: Mapping[str, int],
+    max_tokens: int | None,
+    most_rows: Mapping[str, int] | None,
 ) -> str:
-    """Return the fault of a sample that is too long for a module; empty if it fits."""
-    for module, most in most_rows.items():
+    """Return the fault of a sample that is too long, or too long for a module; empty if it fits."""
+    if max_tokens is not None and tokens > max_tokens:
+        return too_long(tokens, of_items(processors, rows), max_tokens)
+    for module, most in (most_rows or {}).items():
         if module not in processors:
-            rows = tokens
+            longest = tokens
         elif measured is None:  # known when items are decoded
             continue
         else:
             processor = processors[module]
             sizes = [measured[processor.field, name][0] for name in sample.items.get(processor.field, ())]
-            rows = int(processor.inner_rows(np.array(sizes, np.int64)).max()) if sizes else 0
-        if rows > most:
-            return f"{rows} rows, more than the {most} that '{module}' can take; shorten it"
+            longest = int(processor.inner_rows(np.array(sizes, np.int64)).max()) if sizes else 0
+        if longest > most:
+            return f"{longest} rows, more than the {most} that '{module}' can take; shorten it"
     return ""
 
 
