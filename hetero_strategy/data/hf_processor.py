@@ -297,7 +297,7 @@ class HFProcessor:
 
     @cached_property
     def _texts(self) -> dict[tuple[str | int, ...], tuple[str | int, ...]]:
-        """What stands for items, once for all sizes that have it."""
+        """Texts of items, each kept once for all sizes that have it."""
         return {}
 
     @cached_property
