@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
@@ -116,15 +117,28 @@ def sections(content: Mapping[str, Any]) -> list[str]:
 
 
 def composite_class(who: str, checkpoint: str | Path) -> tuple[Any, Any]:
-    """Return transformers' class and config of a composite's folder; refuse folders of any other model."""
+    """Return transformers' class and config of a composite's folder; refuse folders of any other model.
+
+    Of a folder that has a composite beside other models, such as Qwen2.5-Omni's thinker beside its talker, they are
+    those of the composite.
+    """
     import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     content, where = check_folder(who, checkpoint), f"{who}: {checkpoint}/config.json"
     names = content.get("architectures") or [None]
+    parts = sections(content)
+    classes: Any = transformers.AutoModelForMultimodalLM._model_mapping
+    config = CONFIG_MAPPING[content["model_type"]].from_dict(content) if parts else None
+    for name in parts:
+        part = getattr(config, name)
+        if part.sub_configs and type(part) in classes:
+            warnings.warn(f"{where}: {name} alone is built; an export copies the other parts", stacklevel=3)
+            return classes[type(part)], part
     model_class = getattr(transformers, str(names[0]), None)
     if model_class is None:
         raise ModelError(f"{where} has architectures={names}, of which transformers has no class; correct it")
-    if not sections(content):
+    if config is None:
         raise ModelError(
             f"{where} has neither text_config nor a section for pictures or sound, so it is of no composite; a language"
             " model alone is read by hf_causal_lm(checkpoint=...), a tower by hf_encoder(...)"

@@ -106,7 +106,7 @@ class Heard:
             first, last = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
             number = torch.cat([first, ~ahead]).cumsum(0) - 1
             self.blocks = torch.where(torch.cat([last, ahead]) | torch.cat([ahead, last]), number, -1)
-        self.plain = torch.equal(self.positions, counted) and not self.blockwise
+        self.plain = bool((self.positions == counted).all()) and not self.blockwise
 
     @property
     def blockwise(self) -> bool:

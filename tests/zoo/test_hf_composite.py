@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
@@ -51,7 +51,7 @@ BATCHED = ("idefics3", "smolvlm")
 MANY = ("mistral3",)
 """Families with tiles of many sizes."""
 SOUNDS = ("voxtral",)
-FEW = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl")
+FEW = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl", "qwen2_5_omni_thinker")
 
 
 @dataclass
@@ -281,9 +281,12 @@ def test_a_split_composite_gives_the_logits_of_the_whole(model_type: str, tmp_pa
         for name, (other, others) in wrong.items():
             off = difference(parts.llm(other, others, keep_logits=True).logits, wanted)
             assert off > (0.05 if model_type in STATE else 0.5), name
-    assert {"qwen2_5_vl": {"positions"}, "qwen3_vl": {"positions", "deepstack"}, "gemma3": {"blocks"}}.get(
-        model_type, wrong.keys()
-    ) == wrong.keys()
+    assert {
+        "qwen2_5_vl": {"positions"},
+        "qwen2_5_omni_thinker": {"positions"},
+        "qwen3_vl": {"positions", "deepstack"},
+        "gemma3": {"blocks"},
+    }.get(model_type, wrong.keys()) == wrong.keys()
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", pytest.param("gemma3", marks=FULL)])
@@ -426,21 +429,44 @@ def test_an_encoder_takes_what_the_folders_processor_makes(model_type: str, tmp_
 )
 def test_a_composite_is_exported_as_its_folder(model_type: str, tmp_path: Path) -> None:
     """Every name and value, after a step that changes all values, and transformers finds nothing amiss."""
-    model, origin, out = built(tiny(model_type)), tmp_path / "origin", tmp_path / "out"
+    model, origin = built(tiny(model_type)), tmp_path / "origin"
     model.save_pretrained(origin)
+    before, found = load_file(origin / "model.safetensors"), exported(origin, tmp_path, type(model))
+    assert found.keys() == before.keys()
+    assert [name for name, tensor in before.items() if not torch.equal(found[name], 2 * tensor)] == []
+
+
+def exported(origin: Path, folder: Path, model_class: Any) -> dict[str, Tensor]:
+    """Double all values of a folder's modules, save and export them, and return the tensors of the new folder."""
     modules = hf_composite(origin)["modules"]
     for name, module in modules.items():
         materialize(module, 0, name=name)
         for tensor in {tensor.data_ptr(): tensor for tensor in module.state_dict().values()}.values():
             tensor.mul_(2)
     state = TrainingState("net", modules, group=None)
-    state.save({"state_dict": state.model_tensors()}, tmp_path / "saved")
-    checkpoint.export(tmp_path / "saved", out, whole=True)
-    before, found = load_file(origin / "model.safetensors"), load_file(out / "model.safetensors")
-    assert found.keys() == before.keys()
-    assert [name for name, tensor in before.items() if not torch.equal(found[name], 2 * tensor)] == []
-    _, info = type(model).from_pretrained(out, output_loading_info=True)
+    state.save({"state_dict": state.model_tensors()}, folder / "saved")
+    checkpoint.export(folder / "saved", folder / "out", whole=True)
+    _, info = model_class.from_pretrained(folder / "out", output_loading_info=True)
     assert not any(info[fault] for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return load_file(folder / "out" / "model.safetensors")
+
+
+@FULL
+def test_a_composite_beside_other_models_is_taken_alone(tmp_path: Path) -> None:
+    """Qwen2.5-Omni's thinker, out of a folder as it is published; the talker is copied."""
+    model, origin = built(tiny("qwen2_5_omni_thinker")), tmp_path / "origin"
+    model.save_pretrained(origin)
+    thinker = load_file(origin / "model.safetensors")
+    talker = {"talker.codec_head.weight": torch.ones(3)}
+    before = {f"thinker.{name}": tensor for name, tensor in thinker.items()} | talker
+    save_file(before, origin / "model.safetensors", metadata={"format": "pt"})
+    names = {"model_type": "qwen2_5_omni", "architectures": ["Qwen2_5OmniModel"]}
+    (origin / "config.json").write_text(json.dumps({**names, "thinker_config": model.config.to_dict()}))
+    with pytest.warns(UserWarning, match="thinker_config alone is built; an export copies the other parts"):
+        found = exported(origin, tmp_path, type(model))
+    assert found.keys() == before.keys()
+    assert [name for name, tensor in thinker.items() if not torch.equal(found[f"thinker.{name}"], 2 * tensor)] == []
+    assert torch.equal(found["talker.codec_head.weight"], torch.ones(3))
 
 
 @dataclass(frozen=True)
