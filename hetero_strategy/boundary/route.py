@@ -30,7 +30,7 @@ from jaxtyping import Int64
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import LayoutError
-from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
+from hetero_strategy.layout.row_sharding import REPLICATED, Pieces, RowOrder, RowSharding
 from hetero_strategy.plan.step_plan import EdgeBlocks
 
 
@@ -61,9 +61,11 @@ class Side:
     instances: Int64[np.ndarray, "instances ranks"]
     totals: Int64[np.ndarray, "instances"]
     sharding: RowSharding = REPLICATED
+    order: RowOrder | None = None
+    """Order of each instance's rows before they are split; None: as they are."""
 
     def __post_init__(self) -> None:
-        multiple = self.sharding.multiple
+        multiple = self.sharding.parts
         if multiple > 1 and (left := self.totals % multiple).any():
             at = int(left.argmax())
             raise LayoutError(
@@ -82,6 +84,25 @@ class Side:
         """Return the number of the module's rows on the rank at this edge."""
         instance, _ = self.seat(rank)
         return 0 if instance < 0 else self.sharding.rows(int(self.totals[instance]))
+
+    def local(self, rows: Int64[np.ndarray, "rows"], instance: int, part: int) -> Int64[np.ndarray, "local"]:
+        """Return the members of an instance's ``rows`` that are in a part, as row numbers of the part."""
+        places = rows if self.order is None else self.order.places(instance, rows)
+        return self.sharding.local(places, int(self.totals[instance]), part)
+
+    def cut(
+        self,
+        instance: Int64[np.ndarray, "runs"],
+        start: Int64[np.ndarray, "runs"],
+        rows: Int64[np.ndarray, "runs"],
+    ) -> Pieces:
+        """Cut runs of rows of instances so that every piece is in one part."""
+        totals = self.totals[instance]
+        if self.order is None:
+            return self.sharding.cut(start, rows, totals)
+        one = self.order.cut(instance, start, rows)
+        two = self.sharding.cut(one.local, one.rows, totals[one.run])
+        return two._replace(run=one.run[two.run], offset=one.offset[two.run] + two.offset)
 
 
 @dataclass(frozen=True)
@@ -201,11 +222,10 @@ def _pieces(blocks: EdgeBlocks, source: Side, target: Side, rank: int | None) ->
         (i, source_part), (j, target_part) = source.seat(rank), target.seat(rank)
         near = np.flatnonzero((blocks.source_instance == i) | (blocks.target_instance == j))
     # Cut runs at borders of parts: first on the source's side, then on the target's.
-    totals = source.totals[blocks.source_instance[near]]
-    one = source.sharding.cut(blocks.source_start[near], blocks.rows[near], totals)
+    one = source.cut(blocks.source_instance[near], blocks.source_start[near], blocks.rows[near])
     start, from_ = blocks.target_start[near][one.run] + one.offset, blocks.source_instance[near][one.run]
     to = blocks.target_instance[near][one.run]
-    two = target.sharding.cut(start, one.rows, target.totals[to])
+    two = target.cut(to, start, one.rows)
     from_, to = from_[two.run], to[two.run]
     from_part, length = one.part[two.run], two.rows
     held_rows, needed = one.local[two.run] + two.offset, start[two.run] + two.offset

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import lcm
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
-from typing_extensions import override
 
 from hetero_strategy import ragged
 
@@ -34,19 +32,15 @@ class RowSharding:
     With one part every rank has every row; with a part for each rank no two ranks have the same rows (sequence
     parallelism).
 
-    A subclass such as :class:`ContextSharding` places rows differently: it overrides :meth:`cut` for runs and
-    :meth:`local` for rows.
+    With context parallelism a step plan puts the rows in an order before they are split, see :class:`RowOrder`.
 
     Args:
         parts: number of parts; divides the ranks of an instance.
+        context: context-parallel ranks of an instance; divides ``parts``.
     """
 
     parts: int = 1
-
-    @property
-    def multiple(self) -> int:
-        """Return a number that divides the rows of every instance."""
-        return self.parts
+    context: int = 1
 
     def rank_sets(self, instances: Int64[np.ndarray, "instances ranks"]) -> Int64[np.ndarray, "sets replicas"]:
         """Return the global ranks that have the same rows, from the ranks of each instance."""
@@ -89,54 +83,94 @@ class RowSharding:
         return Pieces(run, low - start[run], high - low, part, low - begin)
 
 
-@dataclass(frozen=True)
-class ContextSharding(RowSharding):
-    """A split of rows for context parallelism into ``2 * context`` equal chunks.
+@dataclass(frozen=True, eq=False)
+class RowOrder:
+    """An order of the rows of each instance, in which its context-parallel ranks have equal contiguous parts.
 
-    Rank ``j`` has the ``j``-th chunk from the start and the ``j``-th from the end, in this order, which balances causal
-    attention if one sequence fills the rows (Llama 3, arXiv:2407.21783, section 3.3.2). With more parts, each rank's
-    rows are split again.
+    A *place* numbers a row in this order. Rows of a rank keep their order, so places of one part ascend with its rows.
+    For example, an instance of 8 rows gives two ranks the rows 0, 1, 6, 7 and 2 to 5, in three pieces::
 
-    Args:
-        context: context-parallel ranks of an instance; divides ``parts``.
+        start 0 2 6    place 0 4 2    rows by place 0 1 6 7 | 2 3 4 5
     """
 
-    context: int = 1
+    first: Int64[np.ndarray, "instances"]
+    """First row of each instance among the rows of all."""
+    start: Int64[np.ndarray, "pieces"]
+    """First row of each piece among the rows of all instances, ascending."""
+    place: Int64[np.ndarray, "pieces"]
+    """Place of this row among the rows of all instances."""
 
-    @property
-    @override
-    def multiple(self) -> int:
-        return lcm(self.parts, 2 * self.context)
+    @classmethod
+    def of(
+        cls,
+        totals: Int64[np.ndarray, "instances"],
+        pieces: Int64[np.ndarray, "instances"],
+        start: Int64[np.ndarray, "pieces"],
+        rank: Int64[np.ndarray, "pieces"],
+    ) -> RowOrder:
+        """Build the order from the ranks of pieces.
 
-    def chunks(self, total: int, rank: int) -> tuple[slice, slice]:
-        """Return the two chunks of an instance's rows that a context-parallel rank has."""
-        size, other = total // (2 * self.context), 2 * self.context - 1 - rank
-        return slice(rank * size, (rank + 1) * size), slice(other * size, (other + 1) * size)
+        Args:
+            totals, pieces: rows and number of pieces of each instance.
+            start: first row of each piece in its instance, ascending.
+            rank: context-parallel rank that has the piece.
+        """
+        first = ragged.starts(totals)
+        instance = np.repeat(np.arange(len(totals)), pieces)
+        start = start + first[instance]
+        by_rank = np.lexsort((rank, instance))
+        place = np.empty_like(start)
+        place[by_rank] = ragged.starts(np.diff(np.append(start, totals.sum()))[by_rank])
+        return cls(first, start, place)
 
-    @override
-    def local(self, rows: Int64[np.ndarray, "rows"], total: int, part: int) -> Int64[np.ndarray, "local"]:
-        return super().local(self._turned(rows, np.full(len(rows), total)), total, part)
+    def among(self, instances: Int64[np.ndarray, "some"] | None) -> RowOrder:
+        """Return the order of some instances, which are numbered by their places here; None: all."""
+        return self if instances is None else replace(self, first=self.first[instances])
 
-    @override
+    def places(self, instance: int, rows: Int64[np.ndarray, "rows"]) -> Int64[np.ndarray, "rows"]:
+        """Return the places of an instance's rows."""
+        first = self.first[instance]
+        piece = np.searchsorted(self.start, rows + first, side="right") - 1
+        return rows + (self.place - self.start)[piece]
+
+    def rows(self, instance: int, total: int) -> Int64[np.ndarray, "total"]:
+        """Return the ``total`` rows of an instance by place."""
+        rows = np.empty(total, np.int64)
+        rows[self.places(instance, np.arange(total))] = np.arange(total)
+        return rows
+
     def cut(
-        self, start: Int64[np.ndarray, "runs"], rows: Int64[np.ndarray, "runs"], total: Int64[np.ndarray, "runs"]
+        self,
+        instance: Int64[np.ndarray, "runs"],
+        start: Int64[np.ndarray, "runs"],
+        rows: Int64[np.ndarray, "runs"],
     ) -> Pieces:
-        one = RowSharding(2 * self.context).cut(start, rows, total)
-        totals = total[one.run]
-        two = super().cut(self._turned(start[one.run] + one.offset, totals), one.rows, totals)
-        return two._replace(run=one.run[two.run], offset=one.offset[two.run] + two.offset)
+        """Cut runs of rows at the ends of pieces; :attr:`Pieces.local` are places in the instance, parts are all 0."""
+        begin = start + self.first[instance]
+        first = np.searchsorted(self.start, begin, side="right") - 1
+        last = np.searchsorted(self.start, begin + np.maximum(rows, 1) - 1, side="right") - 1
+        run, piece = np.repeat(np.arange(len(rows)), last - first + 1), ragged.expand(first, last - first + 1)
+        low = np.maximum(begin[run], self.start[piece])
+        end = np.append(self.start[1:], np.iinfo(np.int64).max)[piece]
+        high = np.minimum((begin + rows)[run], end)
+        place = low + (self.place - self.start)[piece] - self.first[instance][run]
+        return Pieces(run, low - begin[run], high - low, np.zeros_like(run), place)
 
-    def _turned(self, rows: np.ndarray, total: np.ndarray) -> np.ndarray:
-        """Return row numbers in an order in which the two chunks of each rank are neighbours, rank by rank."""
-        size = np.maximum(total // (2 * self.context), 1)
-        chunk = rows // size
-        place = np.where(chunk < self.context, 2 * chunk, 4 * self.context - 1 - 2 * chunk)
-        return rows + (place - chunk) * size
+
+def two_chunks(total: int, ranks: int) -> Int64[np.ndarray, "ranks rows"]:
+    """Return the rows of each context-parallel rank: the rank's chunk from the start and its chunk from the end.
+
+    This makes causal attention even if one sequence fills the rows (Llama 3, arXiv:2407.21783, section 3.3.2).
+    """
+    each, number = total // ranks, np.arange(ranks)[:, None]
+    near = np.arange(each // 2) + number * (each // 2)
+    far = np.arange(each - each // 2) + total - (number + 1) * (each - each // 2)
+    return np.concatenate([near, far], axis=1)
 
 
 def sharding(context: int = 1, parts: int = 1) -> RowSharding:
     """Return the sharding over ``context`` ranks, and of each rank's rows over ``parts``."""
-    return RowSharding(parts) if context == 1 else ContextSharding(context * parts, context)
+    return RowSharding(context * parts, context)
 
 
 REPLICATED = RowSharding()

@@ -284,7 +284,7 @@ class StepDataset(Dataset[Batch]):
             )
         )
         if module in self.share.cp:
-            inputs = in_context(inputs, *self.share.cp[module])
+            inputs = in_context(inputs, self.share.cp[module][0], assignment.dealt(instance, self.share.cp[module][1]))
         return inputs if self.compute_dtype is None else inputs.narrowed(self.compute_dtype)
 
     def _placed(

@@ -212,32 +212,16 @@ def _in_context(
         raise ModelError("attention that is not causal does not know context parallelism: set cp=1")
     sizes = [rows.shape[1] * rows.shape[3] for rows in (key, value)]
     own_rows = torch.cat([rows[0].transpose(0, 1).flatten(1) for rows in (key, value)], dim=1)
-    seen = context.seen(context.gather(own_rows)).split(sizes, dim=1)
+    gathered, flash = context.gather(own_rows), _runs_flash(query, options)
+    seen = (context.seen_by_segments if flash else context.seen)(gathered).split(sizes, dim=1)
     keys, values = (x.unflatten(1, (key.shape[1], -1)) for x in seen)
-    if _runs_flash(query, options):
+    if flash:
         bounds = (*context.offsets, *(len(extent) for extent in context.extents))
         return _varlen(query[0].transpose(0, 1), keys, values, bounds, options)
-    counts = [len(chunk) for chunk in context.keys]
-    theirs = (x.split(counts) for x in (context.sequence, context.positions, keys, values))
-    own = (packing.sequence.chunk(2), packing.positions.chunk(2), query.chunk(2, dim=2))
-    chunks = zip(zip(*own, strict=True), zip(*theirs, strict=True), strict=True)
-    return torch.cat([_chunk(options, *rows, *seen) for rows, seen in chunks], dim=2)
-
-
-def _chunk(
-    options: _Options,
-    sequence: Tensor,
-    positions: Tensor,
-    query: Tensor,
-    of: Tensor,
-    at: Tensor,
-    keys: Tensor,
-    values: Tensor,
-) -> Tensor:
-    """Attend from a chunk's rows to the keys of its segments ``[keys, heads, head_dim]``."""
-    mask = (sequence[:, None] == of) & _seen(positions, at, options.window)
-    key, value = (x.transpose(0, 1)[None] for x in (keys, values))
-    return _attend(query, key, value, mask[None, None], options)
+    mask = packing.sequence[:, None] == context.sequence
+    mask = mask & _seen(packing.positions, context.positions, options.window)
+    one, two = (x.transpose(0, 1)[None] for x in (keys, values))
+    return _attend(query, one, two, mask[None, None], options)
 
 
 def _seen(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:

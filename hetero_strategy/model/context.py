@@ -1,4 +1,4 @@
-"""Context parallelism: each rank of an instance has two chunks of its rows, and attends to the keys of all rows.
+"""Context parallelism: each rank of an instance has a part of its rows, and attends to the keys of all rows.
 
 Keys and values of a layer are gathered over the ranks, and their gradients are scattered back and summed, as in Llama 3
 (arXiv:2407.21783, section 3.3.2). All other operations of a language model treat rows separately.
@@ -11,43 +11,53 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ModelError
-from hetero_strategy.layout.row_sharding import ContextSharding
 from hetero_strategy.model.inputs import IGNORE, ModuleInputs, Movable, SequenceInputs
 
 
 @dataclass(eq=False)
 class Context(Movable):
-    """The keys that the rows of one rank see: K of the T keys that are gathered rank by rank, some of them twice.
+    """The keys that the rows of one rank see, among the T keys that are gathered rank by rank.
 
-    A segment is the part of one sequence in a chunk of the rank's rows. It sees the keys of its sequence up to its own
-    last row.
+    A segment is a run of the rank's rows that follow each other in one sequence. It sees the keys of its sequence up to
+    its own last row.
     """
 
     rank: int
     """Context-parallel coordinate of this rank."""
     ranks: int
     """Number of context-parallel ranks."""
-    keys: tuple[Tensor, Tensor]
-    """int64: the gathered keys that the segments of each chunk see, end to end; none twice for one chunk."""
+    keys: Tensor
+    """int64 ``[K]``: the gathered keys that any row sees, in the order of rows."""
     positions: Tensor
     """int64 ``[K]``: position of each key in its sequence."""
     sequence: Tensor
     """int64 ``[K]``: number of each key's sequence."""
+    of_segments: Tensor
+    """int64: the gathered keys that each segment sees, end to end, for kernels of packed sequences."""
+    turns: tuple[Tensor, ...]
+    """int64: places in :attr:`of_segments` of the first segment of each sequence, of the second and so on; no key is
+    twice in a turn."""
     offsets: tuple[Tensor, Tensor]
-    """int32 ``[segments + 1]``: first row and first key of each segment, for kernels of packed sequences."""
+    """int32 ``[segments + 1]``: first row and first key of each segment, for the same kernels."""
     extents: tuple[Tensor, Tensor]
     """``[longest, 0]``, without data: most rows and most keys of a segment."""
     group: str = ""
     """Name of the ranks' process group, once they run."""
 
     def seen(self, gathered: Tensor) -> Tensor:
+        """Return the keys that rows see ``[K, ...]``, from gathered ones ``[T, ...]``."""
+        seen: Tensor = _Seen.apply(gathered, self.keys)
+        return seen
+
+    def seen_by_segments(self, gathered: Tensor) -> Tensor:
         """Return the keys that segments see, end to end, from gathered ones ``[T, ...]``."""
-        seen: Tensor = _Seen.apply(gathered, *self.keys)
+        seen: Tensor = _Seen.apply(gathered, self.of_segments, *self.turns)
         return seen
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -62,52 +72,51 @@ class Context(Movable):
         return total
 
 
-def in_context(inputs: ModuleInputs, rank: int, ranks: int) -> SequenceInputs:
-    """Return the part of an instance's inputs of one of ``ranks`` context-parallel ranks, see :class:`ContextSharding`.
+def in_context(inputs: ModuleInputs, rank: int, dealt: Int64[np.ndarray, "ranks rows"]) -> SequenceInputs:
+    """Return the part of an instance's inputs of one context-parallel rank.
 
     Sequences keep their numbers and lengths, rows their labels, positions and columns.
 
+    Args:
+        dealt: rows of each rank, ascending.
+
     Raises:
-        ModelError: the inputs are not plain token sequences, or their rows do not divide.
+        ModelError: the inputs are not plain token sequences.
     """
+    ranks = len(dealt)
     if type(inputs) is not SequenceInputs:  # other fields may have one entry per row, too
         raise ModelError(
             f"cp={ranks} of a module that takes {type(inputs).__name__}: it is for SequenceInputs, whose columns hold"
             " more numbers of each row; set cp=1"
         )
-    packing, lie = inputs.packing, ContextSharding(ranks, ranks)
-    total = packing.rows
-    if left := total % lie.multiple:
-        raise ModelError(f"cp={ranks} of {total} rows leaves {left}: give a multiple of {lie.multiple}")
-    by_rank = [np.r_[lie.chunks(total, each)] for each in range(ranks)]
-    gathered = np.concatenate(by_rank)
-    place = np.empty_like(gathered)
-    place[gathered] = np.arange(total)
-    sequence = packing.sequence.numpy()
-    starts = ragged.starts(packing.lengths)
-    rows, lengths, keys = [], [], []
-    for chunk in lie.chunks(total, rank):
-        of, count = np.unique(sequence[chunk], return_counts=True)
-        length = chunk.start + np.cumsum(count) - starts[of]
-        keys.append(ragged.expand(starts[of], length))
-        rows.append(count)
-        lengths.append(length)
-    segments = [np.concatenate(of) for of in (rows, lengths)]
-    own_rows, seen = torch.from_numpy(by_rank[rank]), torch.from_numpy(np.concatenate(keys))
-    offsets = [torch.from_numpy(ragged.offsets(each).astype(np.int32)) for each in segments]
-    extents = [torch.empty(int(each.max(initial=0)), 0, dtype=torch.float32) for each in segments]
+    packing, own = inputs.packing, dealt[rank]
+    place = np.empty(dealt.size, np.int64)
+    place[dealt.reshape(-1)] = np.arange(dealt.size)
+    sequence, starts = packing.sequence.numpy(), ragged.starts(packing.lengths)
+    first = np.flatnonzero((np.diff(own, prepend=-2) != 1) | (np.diff(sequence[own], prepend=-1) != 0))
+    of, rows = sequence[own[first]], np.diff(np.append(first, len(own)))
+    begins, lengths = starts[of], own[first] + rows - starts[of]
+    # Segments of a sequence follow each other, and the last of them sees all keys that the others see.
+    last = np.flatnonzero(np.diff(of, append=-1))
+    turn = np.repeat(ragged.within(np.diff(np.append(-1, last))), lengths)
+    keys = torch.from_numpy(ragged.expand(begins[last], lengths[last]))
+    offsets = [torch.from_numpy(ragged.offsets(each).astype(np.int32)) for each in (rows, lengths)]
+    extents = [torch.empty(int(each.max(initial=0)), 0, dtype=torch.float32) for each in (rows, lengths)]
     context = Context(
         rank,
         ranks,
-        keys=(torch.from_numpy(place[keys[0]]), torch.from_numpy(place[keys[1]])),
-        positions=packing.positions[seen],
-        sequence=packing.sequence[seen],
+        keys=torch.from_numpy(place)[keys],
+        positions=packing.positions[keys],
+        sequence=packing.sequence[keys],
+        of_segments=torch.from_numpy(place[ragged.expand(begins, lengths)]),
+        turns=tuple(torch.from_numpy(np.flatnonzero(turn == number)) for number in range(int(turn.max(initial=0)) + 1)),
         offsets=(offsets[0], offsets[1]),
         extents=(extents[0], extents[1]),
     )
     labelled = np.flatnonzero(inputs.labels.numpy() != IGNORE)
     of, count = sequence[labelled], np.bincount(sequence[labelled], minlength=len(starts))
     own_labels = np.stack([of, np.arange(len(of)) - ragged.starts(count)[of]], axis=1)
+    own_rows = torch.from_numpy(own)
     return replace(
         inputs.cut(own_rows),
         packing=replace(
@@ -121,7 +130,7 @@ def in_context(inputs: ModuleInputs, rank: int, ranks: int) -> SequenceInputs:
             restore=None,
             context=context,
         ),
-        own_labels=own_labels[np.isin(labelled, by_rank[rank])],
+        own_labels=own_labels[np.isin(labelled, own)],
     )
 
 
@@ -143,18 +152,23 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Seen(torch.autograd.Function):
-    """A gather ``rows[near + far]``; its backward never adds two gradients to a row at once, so sums have one order."""
+    """A gather ``rows[index]``; its backward adds gradients turn by turn, no two to one row at once, so that sums have
+    one order.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, near: Tensor, far: Tensor) -> Tensor:
-        ctx.save_for_backward(near, far)
+    def forward(ctx: Any, rows: Tensor, index: Tensor, *turns: Tensor) -> Tensor:
+        ctx.save_for_backward(index, *turns)
         ctx.shape = rows.shape
-        return rows.index_select(0, torch.cat([near, far]))
+        return rows.index_select(0, index)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        near, far = ctx.saved_tensors
-        one, two = grads[0].split([len(near), len(far)])
-        total = one.new_zeros(ctx.shape).index_copy_(0, near, one)
-        return total.index_add_(0, far, two), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        index, *turns = ctx.saved_tensors
+        total = grads[0].new_zeros(ctx.shape)
+        if not turns:
+            total.index_copy_(0, index, grads[0])
+        for turn in turns:
+            total.index_add_(0, index[turn], grads[0][turn])
+        return total, None, *(None for _ in turns)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import HeteroError, ModelError
-from hetero_strategy.layout.row_sharding import REPLICATED, ContextSharding, RowSharding
+from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding, two_chunks
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.context import in_context
@@ -180,12 +180,12 @@ def _run(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Run some of the two units; return their rows, from all ranks, and their loss."""
     rows = int(pair.inner_rows[members].sum())
-    total = rows - rows % -lie.multiple
-    context = lie.context if isinstance(lie, ContextSharding) else 1
+    total = rows - rows % -lie.parts
+    order = two_chunks(total, lie.context).reshape(-1)
     if isinstance(inputs, SequenceInputs) and total > rows:
         inputs = _filled_up(inputs, total - rows)
-    if context > 1:
-        inputs = in_context(inputs, part * context // lie.parts, context)
+    if lie.context > 1:
+        inputs = in_context(inputs, part * lie.context // lie.parts, order.reshape(lie.context, -1))
     dtype = stage.compute_dtype or next((p.dtype for p in stage.parameters()), torch.float32)
     fed: dict[Hashable, Tensor] = {}
     hidden: Tensor | None = None
@@ -195,7 +195,7 @@ def _run(
         fed = {source: random_rows[filled].to(device, dtype) for source, filled in slots.items()}
     else:
         hidden = F.pad(pair.random_rows(members, stage.hidden_width), (0, 0, 0, total - rows))
-        hidden = hidden[_lying(lie, total, part)].to(device, dtype)
+        hidden = hidden[order.reshape(lie.parts, -1)[part]].to(device, dtype)
     inputs = inputs.to(device)
     out: Any = stage(inputs, fed, hidden)
     own, loss = (out.hidden, out.loss_sum) if isinstance(out, LossOutput) else (out, None)
@@ -204,7 +204,6 @@ def _run(
         assert isinstance(stage, CausalLM) and isinstance(inputs, SequenceInputs)
         parts = stage.whole_rows(own)
         parts = parts if inputs.packing.context is None else inputs.packing.context.gather(parts)
-        order = np.concatenate([_lying(lie, total, number) for number in range(lie.parts)])
         own = torch.empty_like(parts).index_copy_(0, torch.from_numpy(order).to(device), parts)
     return own, loss
 
@@ -215,14 +214,6 @@ def _filled_up(inputs: SequenceInputs, more: int) -> SequenceInputs:
     packing = Packing.of(np.append(inputs.packing.lengths, more))
     columns = {name: F.pad(column, (0, more)) for name, column in inputs.columns.items()}
     return replace(inputs, ids=ids, labels=labels, labelled=None, packing=packing, columns=columns)
-
-
-def _lying(lie: RowSharding, total: int, part: int) -> np.ndarray:
-    """Return the rows of an instance that belong to a part, in the part's order."""
-    rows, ones = np.arange(total), np.ones(total, np.int64)
-    pieces = lie.cut(rows, ones, np.full(total, total))
-    own = pieces.part == part
-    return pieces.run[own][np.argsort(pieces.local[own])]
 
 
 def _of_rows(stage: Adapter, pair: Pair, made: Sequence[Tensor | None]) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hetero_strategy import ragged
-from hetero_strategy.layout.row_sharding import ContextSharding
+from hetero_strategy.layout.row_sharding import two_chunks
 from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.context import Context, in_context
 from hetero_strategy.model.inputs import Packing, SequenceInputs
@@ -83,17 +83,17 @@ def _rows(module: CausalLM, inputs: SequenceInputs, rows: Tensor) -> Tensor:
 def _in_two_parts(module: CausalLM, inputs: SequenceInputs, rows: Tensor) -> Tensor:
     """Run two context-parallel ranks as threads, which hand each other their keys."""
     meeting, total = _Meeting(2), len(rows)
-    lies = ContextSharding(2, 2)
+    dealt = two_chunks(total, 2)
     found: list[Tensor | BaseException] = [torch.empty(0)] * 2
 
     def rank(number: int) -> None:
-        part = in_context(inputs, number, 2)
+        part = in_context(inputs, number, dealt)
         context = part.packing.context
         assert context is not None
         joined = _Together(**{field.name: getattr(context, field.name) for field in fields(context)})
         joined.meeting = meeting
         part = replace(part, packing=replace(part.packing, context=joined))
-        own = rows[np.r_[lies.chunks(total, number)]]
+        own = rows[dealt[number]]
         try:
             with torch.no_grad(), torch.device("cpu"):  # both belong to a thread
                 found[number] = _rows(module, part, own)
@@ -113,7 +113,7 @@ def _in_two_parts(module: CausalLM, inputs: SequenceInputs, rows: Tensor) -> Ten
     whole = torch.empty_like(rows)
     for number, one in enumerate(found):
         assert isinstance(one, Tensor)
-        whole[np.r_[lies.chunks(total, number)]] = one.to(whole.dtype)
+        whole[dealt[number]] = one.to(whole.dtype)
     return whole
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from hetero_strategy import ragged
+from hetero_strategy.layout.row_sharding import RowOrder
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ class Assignment:
     first: int
     last: int
     """First and last of the step's microbatches that the units' samples are in."""
+    order: RowOrder | None = None
+    """Order of each instance's rows on its context-parallel ranks; None: as they are."""
 
     @property
     def idle(self) -> bool:
@@ -123,6 +126,12 @@ class Assignment:
         inner_rows = self.inner_rows[self.offsets[instance] : self.offsets[instance + 1]]
         padding = self.padding[instance]
         return np.append(inner_rows, padding) if padding else inner_rows
+
+    def dealt(self, instance: int, ranks: int) -> Int64[np.ndarray, "ranks rows"]:
+        """Return the rows of one instance that each of its context-parallel ranks has."""
+        total = int(self.totals(inner=True)[instance])
+        rows = np.arange(total) if self.order is None else self.order.rows(instance, total)
+        return rows.reshape(ranks, -1)
 
     def instance(self) -> Int64[np.ndarray, "units"]:
         """Return the instance of each unit."""
@@ -197,11 +206,12 @@ class StepPlan:
 
     @cached_property
     def digest(self) -> int:
-        """Hash the units of every instance, every size and every cost, 64 bits; equal plans have equal digests."""
+        """Hash the units of every instance, every size, order and cost, 64 bits; equal plans have equal digests."""
         digest = hashlib.blake2b(self.samples.tobytes(), digest_size=8)
         for module in sorted(self.assignments):
             for a in self.assignments[module]:
-                for part in (a.units, a.offsets, a.edge_rows, a.inner_rows, a.padding):
+                dealt = () if a.order is None else (a.order.start, a.order.place)
+                for part in (a.units, a.offsets, a.edge_rows, a.inner_rows, a.padding, *dealt):
                     digest.update(part.tobytes())
         for module in sorted(self.loads):
             digest.update(self.loads[module].after.tobytes())

@@ -311,11 +311,15 @@ def features_in_context(
         masked: whether attention takes a mask, as it does except on CUDA in half precision.
     """
     total, starts = int(np.sum(lengths)), ragged.starts(np.asarray(lengths))
-    own, begins = total / cp, np.arange(2 * cp) * total // (2 * cp)
-    before = begins - starts[np.searchsorted(starts, begins, side="right") - 1]  # of each chunk's first sequence
-    seen = own + float((before[:cp] + before[::-1][:cp]).max())
+    own, ends = total / cp, np.arange(2 * cp + 1) * total // (2 * cp)
+    first = starts[np.searchsorted(starts, ends[:-1], side="right") - 1]  # of each chunk's first sequence
+    near, far, keys = slice(cp), slice(-1, cp - 1, -1), ends[1:] - first
+    # Keys that both chunks see count once with a mask, and on the last rank, whose chunks are neighbours.
+    both = np.clip(ends[1:][near] - np.maximum(first[far], first[near]), 0, None)
+    both[: -1 if not masked else 0] = 0
+    seen = float((keys[near] + keys[far] - both).max())
     quantities = np.zeros(len(FEATURES))
-    quantities[[0, KEYS, ALL, PAIRS]] = own, seen - own, total, own / 2 * seen * masked
+    quantities[[0, KEYS, ALL, PAIRS]] = own, seen - own, total, own * seen * masked
     return quantities
 
 

@@ -103,8 +103,8 @@ def _due(plan: StepPlan, graph: StageGraph, rank: int, one: RankTransfer) -> int
     (source, target), (p, t) = graph.edges[one.edge], one.microbatches
     stage, microbatch = (source, p) if one.backward else (target, t)
     within = source.module == target.module
-    totals = plan.assignments[stage.module][microbatch].totals(inner=within or not one.backward)
-    side = rows_on(graph.stages[stage], totals)
+    assignment = plan.assignments[stage.module][microbatch]
+    side = rows_on(graph.stages[stage], assignment.totals(inner=within or not one.backward), assignment.order)
     if within:
         return side.rows_on(rank)
     instance, part = side.seat(rank)
@@ -113,7 +113,7 @@ def _due(plan: StepPlan, graph: StageGraph, rank: int, one: RankTransfer) -> int
     here, reads = places_among(blocks.target_instance, graph.stages[target].members)
     instances, start = (there, blocks.source_start) if one.backward else (here, blocks.target_start)
     mine = (instances == instance) & sends & reads
-    pieces = side.sharding.cut(start[mine], blocks.rows[mine], side.totals[instances[mine]])
+    pieces = side.cut(instances[mine], start[mine], blocks.rows[mine])
     return int(pieces.rows[pieces.part == part].sum())
 
 

@@ -35,6 +35,7 @@ from hetero_strategy.boundary.route import (
     stage_route,
 )
 from hetero_strategy.errors import LayoutError
+from hetero_strategy.layout.row_sharding import RowOrder
 from hetero_strategy.plan.step_plan import EdgeBlocks, EdgeRuns, StepPlan, edge_runs, slots
 from hetero_strategy.schedule.action import Action, Schedule, Stage, StageGraph, StageId
 from hetero_strategy.schedule.build import make_schedule
@@ -259,23 +260,26 @@ class _Compiler:
         instance, part = side.seat(self.rank)
         if instance < 0 or source.module == target.module:
             return None
-        rows = side.sharding.local(slots(self.blocks(edge, p, t), instance), int(side.totals[instance]), part)
+        rows = side.local(slots(self.blocks(edge, p, t), instance), instance, part)
         return self.index.rows(rows, always=True)
 
     def side(self, stage_id: StageId, microbatch: int, *, inner: bool) -> Side:
         """Return the placement of rows on a stage's ranks, inside the module (``inner``) or on its edges."""
         key = (stage_id.module, microbatch, inner)
+        assignment = self.plan.assignments[stage_id.module][microbatch]
         if key not in self.totals:
-            self.totals[key] = self.plan.assignments[stage_id.module][microbatch].totals(inner=inner)
+            self.totals[key] = assignment.totals(inner=inner)
         try:
-            return rows_on(self.graph.stages[stage_id], self.totals[key])
+            return rows_on(self.graph.stages[stage_id], self.totals[key], assignment.order)
         except LayoutError as error:
             raise LayoutError(f"module '{stage_id.module}' in microbatch {microbatch}: {error}") from None
 
 
-def rows_on(stage: Stage, totals: Int64[np.ndarray, "instances"]) -> Side:
-    """Return the placement of rows on a stage's ranks; ``totals``: rows of each instance."""
-    return Side(stage.grid, totals if stage.members is None else totals[stage.members], stage.row_sharding)
+def rows_on(stage: Stage, totals: Int64[np.ndarray, "instances"], order: RowOrder | None = None) -> Side:
+    """Return the placement of rows on a stage's ranks; ``totals``, ``order``: rows of each instance and their order."""
+    if order is not None:
+        order = order.among(stage.members)
+    return Side(stage.grid, totals if stage.members is None else totals[stage.members], stage.row_sharding, order)
 
 
 class Traffic(NamedTuple):

@@ -23,7 +23,7 @@ from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.transforms import read_transforms
 from hetero_strategy.plan.config import BalanceConfig
-from hetero_strategy.plan.plan_step import assignments_of, plan_step
+from hetero_strategy.plan.plan_step import ResolvedBalance, assignments_of, plan_step
 from hetero_strategy.plan.step_plan import Assignment, StepItems, StepMetadata, StepPlan, edge_blocks, slots
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import Schedule
@@ -167,8 +167,9 @@ class Setting:
     def plan(self, seed: int) -> StepPlan:
         """Plan the global batch, the same on every rank."""
         instances = self.placement.instances()
-        balancing = None
-        parts = {node.module: stage.row_sharding.multiple for node, stage in self.blueprint.graph.stages.items()}
+        dealing = self.blueprint.context(self.world).dealing
+        balancing = ResolvedBalance(dealing=dealing) if dealing else None
+        parts = {node.module: stage.row_sharding.parts for node, stage in self.blueprint.graph.stages.items()}
         if self.balance is not None:
             balancing = BalanceConfig.of(self.balance).resolve(instances, self.blueprint.context(self.world))
         return plan_step(
@@ -318,4 +319,4 @@ def _tokens(
         if t == number
     }
     made = SequenceInputs(ids, labels, Packing.of(lengths), slots=places)
-    return made if context == (0, 1) else in_context(made, *context)
+    return made if context == (0, 1) else in_context(made, context[0], assignment.dealt(instance, context[1]))

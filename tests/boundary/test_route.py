@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hetero_strategy.boundary.route import Hop, Route, Side, Transfer, _share, least_rows, route, stage_route
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout import ModuleLayout, place
-from hetero_strategy.layout.row_sharding import RowSharding
+from hetero_strategy.layout.row_sharding import RowOrder, RowSharding
 from hetero_strategy.plan.plan_step import plan_step
 from hetero_strategy.plan.step_plan import EdgeBlocks, StepItems, StepMetadata, edge_blocks, slots
 from hetero_strategy.testing import rearranged
@@ -27,6 +27,8 @@ class Case:
     target: Side
     world: int
     routes: list[Route]
+    dealt: list[np.ndarray] | None = None
+    """Rows of each target instance, rank by rank of context parallelism."""
 
     def tags(self) -> dict[int, np.ndarray]:
         """Distinct values per (source instance, row), as every source rank holds them: [rows, WIDTH]."""
@@ -46,6 +48,7 @@ class Case:
         instance, among = (int(x) for x in where[0])
         part = among // (self.target.instances.shape[1] // self.target.sharding.parts)
         per_part = int(self.target.totals[instance]) // self.target.sharding.parts
+        places = np.argsort(self.dealt[instance]) if self.dealt else np.arange(self.target.totals[instance])
         found = []
         b = self.blocks
         for i in range(len(b.rows)):
@@ -53,7 +56,7 @@ class Case:
                 continue
             for k in range(b.rows[i]):
                 position = b.target_start[i] + k
-                if position // max(per_part, 1) != part:
+                if places[position] // max(per_part, 1) != part:
                     continue
                 tag = 1000.0 * (b.source_instance[i] + 1) + b.source_start[i] + k
                 found.append((position, tag + np.arange(WIDTH) / 8))
@@ -84,6 +87,18 @@ def run(transfers: list[Transfer], inputs: dict[int, np.ndarray]) -> dict[int, n
         assert (writes[r] <= 1).all(), "a row is written twice"
         assert t.is_complete == writes[r].all()
     return out
+
+
+def deal(draw: st.DrawFn, totals: np.ndarray, parts: int) -> tuple[RowOrder, list[np.ndarray]]:
+    """Deal any rows to some ranks, equally many each; return also the rows of each instance, rank by rank."""
+    ranks = draw(st.sampled_from([d for d in range(1, parts + 1) if parts % d == 0]))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    of_row = [rng.permutation(np.repeat(np.arange(ranks), total // ranks)) for total in totals]
+    starts = [np.flatnonzero(np.diff(of, prepend=-1)) for of in of_row]
+    pieces = np.array(list(map(len, starts)))
+    rank = np.concatenate([of[start] for of, start in zip(of_row, starts, strict=True)])
+    order = RowOrder.of(totals, pieces, np.concatenate(starts), rank)
+    return order, [np.argsort(of, kind="stable") for of in of_row]
 
 
 @st.composite
@@ -119,9 +134,11 @@ def cases(draw: st.DrawFn) -> Case:
     plan = rearranged(plan, instances, shuffled, {"llm": parts})
     assignments = {name: made[0] for name, made in plan.assignments.items()}
     source = Side(placement.layouts["vision"].stage_grid(0), assignments["vision"].totals())
-    target = Side(placement.layouts["llm"].stage_grid(0), assignments["llm"].totals(), RowSharding(parts))
+    totals = assignments["llm"].totals()
+    order, dealt = deal(draw, totals, parts)
+    target = Side(placement.layouts["llm"].stage_grid(0), totals, RowSharding(parts), order)
     blocks = edge_blocks(plan, "vision", 0, "llm", 0)
-    return Case(blocks, source, target, world, [route(blocks, source, target, r) for r in range(world)])
+    return Case(blocks, source, target, world, [route(blocks, source, target, r) for r in range(world)], dealt)
 
 
 @pytest.mark.full
@@ -226,10 +243,13 @@ def neighbours(draw: st.DrawFn) -> Case:
     parts = draw(st.sampled_from([d for d in range(1, tp + 1) if tp % d == 0]))
     stage = draw(st.integers(0, layout.pipeline.stages - 2))
     totals = np.asarray([draw(st.integers(0, 5)) * parts for _ in range(dp)], dtype=np.int64)
-    source, target = (Side(layout.stage_grid(number), totals, RowSharding(parts)) for number in (stage, stage + 1))
+    order, dealt = deal(draw, totals, parts)
+    source, target = (
+        Side(layout.stage_grid(number), totals, RowSharding(parts), order) for number in (stage, stage + 1)
+    )
     every, zero = np.flatnonzero(totals), np.zeros(np.count_nonzero(totals), dtype=np.int64)
     blocks = EdgeBlocks(every, zero, every, zero, totals[every])
-    return Case(blocks, source, target, world, [stage_route(source, target, r) for r in range(world)])
+    return Case(blocks, source, target, world, [stage_route(source, target, r) for r in range(world)], dealt)
 
 
 @pytest.mark.full
@@ -239,12 +259,13 @@ def test_rows_between_stages_keep_their_coordinate(case: Case) -> None:
     """Forward and back, as the blocks say, with no more messages than a route made of the blocks."""
     ways = {"forward": (case.source, case.target), "backward": (case.target, case.source)}
     for way, (holders, needers) in ways.items():
-        here = Case(case.blocks, holders, needers, case.world, [])
+        here = Case(case.blocks, holders, needers, case.world, [], case.dealt)
         held = here.tags()
         for rank, (instance, among) in {int(r): w for w, r in np.ndenumerate(holders.instances)}.items():
             parts = holders.sharding.parts
             size, part = int(holders.totals[instance]) // parts, among // (holders.instances.shape[1] // parts)
-            held[rank] = held[rank][part * size : (part + 1) * size]
+            assert case.dealt is not None
+            held[rank] = held[rank][case.dealt[instance][part * size : (part + 1) * size]]
         out = run([getattr(r, way) for r in case.routes], held)
         for rank in range(case.world):
             np.testing.assert_array_equal(out[rank], here.expected(rank))

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_strategy.layout.row_sharding import REPLICATED, ContextSharding, RowSharding, sharding
+from hetero_strategy.layout.row_sharding import REPLICATED, RowOrder, RowSharding, sharding, two_chunks
 
 WAYS = st.builds(sharding, st.integers(1, 3), st.integers(1, 4))
 
@@ -16,7 +16,7 @@ WAYS = st.builds(sharding, st.integers(1, 3), st.integers(1, 4))
 def test_pieces_hold_the_rows_of_their_part(sharding: RowSharding, runs: list[tuple[int, int, int]]) -> None:
     parts = sharding.parts
     start, rows, size = (np.array([run[k] for run in runs], dtype=np.int64) for k in range(3))
-    total = size * sharding.multiple
+    total = size * sharding.parts
     start = np.minimum(start, total - 1)
     rows = np.minimum(rows, total - start)
     cut = sharding.cut(start, rows, total)
@@ -36,14 +36,19 @@ def test_pieces_hold_the_rows_of_their_part(sharding: RowSharding, runs: list[tu
 
 
 def test_each_context_parallel_rank_has_a_chunk_from_either_end() -> None:
-    two, rows = sharding(2, 1), np.arange(8)
-    assert two == ContextSharding(2, 2) and sharding(1, 3) == RowSharding(3)
-    assert [np.r_[two.chunks(8, rank)].tolist() for rank in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert two.local(rows[[0, 6]], 8, 0).tolist() == [0, 2] and two.local(rows[[3, 4, 6]], 8, 1).tolist() == [1, 2]
-    both = sharding(2, 2)  # sequence parallelism inside
-    assert [both.local(rows, 8, part).tolist() for part in range(4)] == [[0, 1]] * 4
-    assert both.local(np.array([6, 7]), 8, 1).tolist() == [0, 1]
-    assert [sharding(*way).multiple for way in ((1, 3), (2, 1), (2, 2), (2, 3), (3, 4))] == [3, 4, 4, 12, 12]
+    assert two_chunks(8, 2).tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert two_chunks(6, 2).tolist() == [[0, 4, 5], [1, 2, 3]]
+    assert two_chunks(5, 1).tolist() == [[0, 1, 2, 3, 4]]
+
+
+def test_places_of_rows_are_those_of_their_pieces() -> None:
+    """Two instances of 8 and 4 rows, each on two ranks."""
+    order = RowOrder.of(*(np.array(column) for column in ([8, 4], [3, 2], [0, 2, 6, 0, 2], [0, 1, 0, 1, 0])))
+    assert order.rows(0, 8).tolist() == [0, 1, 6, 7, 2, 3, 4, 5] and order.rows(1, 4).tolist() == [2, 3, 0, 1]
+    assert order.among(np.array([1])).rows(0, 4).tolist() == order.rows(1, 4).tolist()
+    cut = order.cut(np.array([1, 0]), np.array([1, 1]), np.array([3, 6]))
+    assert cut.run.tolist() == [0, 0, 1, 1, 1] and cut.rows.tolist() == [1, 2, 1, 4, 1]
+    assert cut.offset.tolist() == [0, 1, 0, 1, 5] and cut.local.tolist() == [3, 0, 1, 4, 2]
 
 
 def test_ranks_of_a_part_are_neighbours() -> None:

@@ -1,4 +1,4 @@
-"""Attention where each rank of context parallelism has two chunks of the rows: what all ranks make is the whole."""
+"""Attention where each rank of context parallelism has a part of the rows: what all ranks make is the whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.layout.row_sharding import ContextSharding
+from hetero_strategy.layout.row_sharding import two_chunks
 from hetero_strategy.model import attention
 from hetero_strategy.model.attention import packed_attention
 from hetero_strategy.model.context import Context, in_context
@@ -30,28 +30,31 @@ def inputs_of(lengths: list[int]) -> SequenceInputs:
     return SequenceInputs(ids, labels, Packing.of(np.array(lengths)), columns=columns)
 
 
-def rows_of(rank: int, parts: int, total: int) -> np.ndarray:
-    return np.r_[ContextSharding(parts, parts).chunks(total, rank)]
+def rows_by_rank(parts: int, total: int, dealt: str) -> np.ndarray:
+    """Return the rows of each rank: two chunks each, or any rows that are dealt at random, ascending."""
+    if dealt == "two chunks":
+        return two_chunks(total, parts)
+    return np.sort(np.random.default_rng(parts).permutation(total).reshape(parts, -1), axis=1)
 
 
 def on_all_ranks(
-    rows: list[Tensor], lengths: list[int], parts: int, monkeypatch: pytest.MonkeyPatch, **options: Any
+    rows: list[Tensor], lengths: list[int], by_rank: np.ndarray, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> Tensor:
     """Attention of every rank's rows, put together; what a rank gathers it is given."""
-    whole, total = inputs_of(lengths), sum(lengths)
+    whole = inputs_of(lengths)
     query, key, value = rows
-    order = torch.from_numpy(np.concatenate([rows_of(rank, parts, total) for rank in range(parts)])).to(query.device)
+    order = torch.from_numpy(by_rank.reshape(-1)).to(query.device)
     both = torch.cat([x[0].transpose(0, 1).flatten(1) for x in (key, value)], dim=1)[order]
     out = query.new_empty(query.shape)
-    for rank in range(parts):
-        own = in_context(whole, rank, parts)
+    for rank, own_rows in enumerate(by_rank):
+        own = in_context(whole, rank, by_rank)
 
         def gather(context: Context, mine: Tensor, at: int = rank) -> Tensor:
-            torch.testing.assert_close(mine, both.split(total // parts)[at])
+            torch.testing.assert_close(mine, both.split(len(mine))[at])
             return both
 
         monkeypatch.setattr(Context, "gather", gather)
-        mine = torch.from_numpy(rows_of(rank, parts, total)).to(query.device)
+        mine = torch.from_numpy(own_rows).to(query.device)
         packing = own.packing.to(query.device)
         out = out.index_copy(2, mine, packed_attention(*(x[:, :, mine] for x in rows), packing, causal=True, **options))
     return out
@@ -82,9 +85,10 @@ def kernels(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("kernel", ["flash", "masked"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("dealt", ["two chunks", "any rows"])
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_all_ranks_make_the_whole(
-    parts: int, lengths: list[int], kernel: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+    parts: int, dealt: str, lengths: list[int], kernel: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients, too: those of keys are sums over the ranks that see them."""
     torch.manual_seed(0)
@@ -93,20 +97,21 @@ def test_all_ranks_make_the_whole(
     weight = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, rows, weight)
     kernels(kernel, monkeypatch)
-    out = on_all_ranks(rows, lengths, parts, monkeypatch, window=window)
+    out = on_all_ranks(rows, lengths, rows_by_rank(parts, 24, dealt), monkeypatch, window=window)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     for found, gradient in zip(torch.autograd.grad(out, rows, weight), wanted, strict=True):
         torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_rows_keep_what_they_are(lengths: list[int]) -> None:
-    whole = inputs_of(lengths)
+@pytest.mark.parametrize("dealt", ["two chunks", "any rows"])
+def test_rows_keep_what_they_are(lengths: list[int], dealt: str) -> None:
+    whole, by_rank = inputs_of(lengths), rows_by_rank(2, 24, dealt)
     labelled = np.flatnonzero(whole.labels.numpy() != IGNORE)
     of = whole.packing.sequence[labelled].tolist()
     numbers = [[s, of[:at].count(s)] for at, s in enumerate(of)]
     for rank in range(2):
-        mine, own = rows_of(rank, 2, 24), in_context(whole, rank, 2)
+        mine, own = by_rank[rank], in_context(whole, rank, by_rank)
         for found, wanted in (
             (own.ids, whole.ids),
             (own.labels, whole.labels),
@@ -132,15 +137,6 @@ def test_rows_keep_what_they_are(lengths: list[int]) -> None:
         assert len(silent.labelled) == int((silent.labels != IGNORE).sum()) == len(silent.own_labels)
 
 
-def test_both_ranks_have_as_much_to_do_where_one_sequence_fills_the_rows() -> None:
-    counts = []
-    for rank in range(4):
-        context = in_context(inputs_of([24 * 8]), rank, 4).packing.context
-        assert context is not None
-        counts.append(sum(len(keys) for keys in context.keys))
-    assert len(set(counts)) == 1
-
-
 @dataclass(frozen=True, eq=False)
 class Weighted(SequenceInputs):
     weights: Tensor | None = None
@@ -148,16 +144,14 @@ class Weighted(SequenceInputs):
 
 def test_what_are_no_sequences_is_refused() -> None:
     with pytest.raises(ModelError, match="cp=2 of a module that takes ModuleInputs: it is for SequenceInputs"):
-        in_context(ModuleInputs(), 0, 2)
+        in_context(ModuleInputs(), 0, two_chunks(8, 2))
     whole = inputs_of([5, 3])
     with pytest.raises(ModelError, match="module that takes Weighted: it is for SequenceInputs, whose columns"):
-        in_context(Weighted(whole.ids, whole.labels, whole.packing, weights=torch.ones(8)), 0, 2)
-    with pytest.raises(ModelError, match="cp=2 of 7 rows leaves 3: give a multiple of 4"):
-        in_context(inputs_of([4, 3]), 0, 2)
+        in_context(Weighted(whole.ids, whole.labels, whole.packing, weights=torch.ones(8)), 0, two_chunks(8, 2))
 
 
 def test_attention_to_later_rows_is_refused() -> None:
-    own = in_context(inputs_of([8]), 0, 2)
+    own = in_context(inputs_of([8]), 0, two_chunks(8, 2))
     rows = torch.randn(1, 2, 4, 8)
     with pytest.raises(ModelError, match="not causal does not know context parallelism: set cp=1"):
         packed_attention(rows, rows, rows, own.packing, causal=False)
@@ -174,7 +168,7 @@ def test_what_is_measured_and_predicted_is_that_of_the_whole(monkeypatch: pytest
     metadata: Any = SimpleNamespace(labels=np.array([9, 5, 9, 3, 9, 8]))  # of three samples elsewhere, too
     units = np.array([3, 1, 5])
     counted: list[tuple[int, int]] = []
-    parts = [in_context(whole, rank, 2) for rank in range(2)]
+    parts = [in_context(whole, rank, two_chunks(24, 2)) for rank in range(2)]
     rows = {int(row): number for number, row in enumerate(whole.labelled)}
     mine = [[rows[int(row)] for row in own.ids[own.labelled]] for own in parts]
     outputs = [LMOutput(torch.zeros(()), right[at], torch.tensor(at)) for at in mine]

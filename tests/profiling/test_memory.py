@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.registry import MESSAGE_CTAS
-from hetero_strategy.layout.row_sharding import REPLICATED
+from hetero_strategy.layout.row_sharding import REPLICATED, two_chunks
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.context import in_context
@@ -338,10 +338,11 @@ def test_keys_of_others_are_those_of_sequences_that_begin_before_a_chunk() -> No
         packing = Packing.of(np.array(lengths))
         ids = torch.zeros(packing.rows, dtype=torch.int64)
         inputs = SequenceInputs(ids, ids, packing)
-        contexts = [in_context(inputs, part, cp).packing.context for part in range(cp)]
-        seen = max(sum(map(len, context.keys)) for context in contexts if context is not None)
-        own, *_, keys, total, pairs = features_in_context(np.array(lengths), cp, masked=True)
-        assert (own, own + keys, total, pairs) == (sum(lengths) / cp, seen, sum(lengths), own * seen / 2)
+        contexts = [in_context(inputs, part, two_chunks(packing.rows, cp)).packing.context for part in range(cp)]
+        for masked, name in ((True, "keys"), (False, "of_segments")):
+            seen = max(len(getattr(context, name)) for context in contexts if context is not None)
+            own, *_, keys, total, pairs = features_in_context(np.array(lengths), cp, masked)
+            assert (own, own + keys, total, pairs) == (sum(lengths) / cp, seen, sum(lengths), own * seen * masked)
 
 
 def test_communicators_buffers_of_messages_and_margin_are_reserved() -> None:
