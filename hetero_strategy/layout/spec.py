@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from math import prod
 from numbers import Integral
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Int64
@@ -19,6 +19,8 @@ from hetero_strategy.errors import LayoutError, is_whole
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from outermost (slowest varying rank) to innermost; ``ep`` reuses ranks of the other axes."""
+
+ContextOrder = Literal["auto", "zigzag", "blocks"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class ModuleLayout:
         pp_style: order of stages on pipeline ranks, as in :class:`Pipeline`: ``"loop"``, or ``"v"`` (``vpp=2``: the
             first and the last stage share a rank).
         split: blocks of each of the ``pp * vpp`` stages, in order; None: chosen when the model is placed.
+        cp_order: rows of each context-parallel rank: ``"auto"`` (sequences whole or over the fewest ranks, so that work
+            is even and few keys travel), ``"zigzag"`` (two chunks of the rows a rank), or ``"blocks"`` (many blocks).
 
     One degree may be -1: it is chosen so that the product of all degrees equals the number of ranks. The default
     ``dp_shard=-1`` makes every rank that no other degree uses a shard.
@@ -91,6 +95,7 @@ class ModuleLayout:
     vpp: int = 1
     pp_style: Literal["loop", "v", "consecutive"] = "loop"
     split: tuple[int, ...] | None = None
+    cp_order: ContextOrder = "auto"
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -99,6 +104,8 @@ class ModuleLayout:
         if not isinstance(self.pp_style, str):
             raise _wrong("pp_style", self.pp_style, "'loop' or 'v'")
         argument: Any = self.ranks
+        if self.cp_order not in get_args(ContextOrder):
+            raise _wrong("cp_order", self.cp_order, " or ".join(map(repr, get_args(ContextOrder))))
         ranks = (
             range(argument) if is_whole(argument) else _listed("ranks", argument, "a whole number or a list of them")
         )

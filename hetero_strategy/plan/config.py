@@ -10,6 +10,7 @@ import numpy as np
 
 from hetero_strategy.errors import ConfigError, is_whole
 from hetero_strategy.plan.balance import POLICIES, Cost
+from hetero_strategy.plan.deal_rows import Dealing
 from hetero_strategy.plan.near_home import REARRANGEMENTS
 from hetero_strategy.plan.plan_step import AS_SAMPLED, Near, Orderer, OtherWork, ResolvedBalance
 from hetero_strategy.plan.reorder import SEARCHES
@@ -31,6 +32,8 @@ class ModelContext:
     """Name of a search -> function that orders microbatches, or None if their order does not matter."""
     other_work: Mapping[str, OtherWork] = field(default_factory=dict)
     """Modules whose instances need not keep step with each other -> other work of their ranks."""
+    dealing: Mapping[str, Dealing] = field(default_factory=dict)
+    """Module with context parallelism -> how its rows are dealt to the ranks of an instance."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ class BalanceConfig:
             near={} if self.rearrange == "none" else context.near,
             rearrange=REARRANGEMENTS[self.rearrange],
             other_work=context.other_work,
+            dealing=context.dealing,
             order=None if context.orderer is None else context.orderer(self.reorder),
         )
 

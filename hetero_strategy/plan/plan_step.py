@@ -9,7 +9,7 @@ route of an edge is OrchMLLM's composed rearrangement for any rearrangement (sec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from jaxtyping import Float64, Int64
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.plan.balance import Cost, OverLimit, balance, loads
+from hetero_strategy.plan.deal_rows import Dealing
 from hetero_strategy.plan.greedy import deal as deal_to_least
 from hetero_strategy.plan.greedy import descending, whole
 from hetero_strategy.plan.near_home import Rearrangement, balance_near_home, place_batches
@@ -80,6 +81,8 @@ class ResolvedBalance:
     even over the step, not in each microbatch."""
     order: Orderer | None = None
     """Function that chooses the order of microbatches (DistTrain, section 5.2); None: they stay as packed."""
+    dealing: Mapping[str, Dealing] = field(default_factory=dict)
+    """Module with context parallelism -> how its rows are dealt to the ranks of an instance; default: in order."""
 
     def cost(self, module: str) -> Cost:
         """Return the cost of a module."""
@@ -135,6 +138,8 @@ def plan_step(
         assignments[module] = assignments_of(
             group, groups, instance_of, of_step, *planner.rows(module), instances[module], multiple.get(module, 1)
         )
+        if module in balancing.dealing:
+            assignments[module] = tuple(dealt(a, balancing.dealing[module]) for a in assignments[module])
     loads = {name: planner.load(name, assignments[name], packed.count) for name in costed}
     return StepPlan(metadata, packed.count, {name: assignments[name] for name in instances}, loads)
 
@@ -171,6 +176,12 @@ def assignments_of(
         first, last = (int(steps.min()), int(steps.max())) if len(units) else (0, 0)
         assignments.append(Assignment(units, rows[units].astype(np.int64), inside, offsets, padding, first, last))
     return tuple(assignments)
+
+
+def dealt(assignment: Assignment, dealing: Dealing) -> Assignment:
+    """Deal the rows of each instance to its context-parallel ranks."""
+    instances = range(len(assignment.offsets) - 1)
+    return replace(assignment, order=dealing.of([assignment.inner_rows_of(i) for i in instances]))
 
 
 @dataclass

@@ -266,6 +266,7 @@ class Evaluator:
         balance = replace(self._balance, budget={}) if part else self._balance
         instances = placed.placement.instances()
         balancing = balance.resolve(instances, placed.context(self.cluster.ranks_per_node))
+        balancing = replace(balancing, dealing={})  # changes no shape
         of_order = placed.alike if balancing.order else None
         aligned = placed.row_multiple
         key = id(metadata), microbatches, part, content((instances, aligned, replace(balancing, order=None))), of_order

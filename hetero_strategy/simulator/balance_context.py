@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterable, Mapping
 import numpy as np
 
 from hetero_strategy.layout.spec import ModuleLayout, Placement
+from hetero_strategy.model.spec import ModuleSpec
 from hetero_strategy.plan.balance import Cost
 from hetero_strategy.plan.config import ModelContext
+from hetero_strategy.plan.deal_rows import Dealing, RowCost
 from hetero_strategy.plan.plan_step import Near, Orderer, OtherWork
 from hetero_strategy.schedule.action import StageGraph, StageId
 from hetero_strategy.schedule.config import ScheduleConfig
@@ -18,6 +20,8 @@ from hetero_strategy.simulator.reordering import Reorderer
 ROW_ALIGNMENT = 32
 """Number of which a tensor-parallel language model's rows per rank are a multiple. Sequence parallelism needs only 1;
 few distinct sizes let DTensor reuse its sharding decisions instead of making them for every ragged batch."""
+FLOPS_PER_BYTE = 2500.0
+"""FLOPs of a device while a byte of keys, of two a number, reaches it: half an H100's peak, and 200 GB/s."""
 
 
 def aligned_rows(language_models: Iterable[str], layouts: Mapping[str, ModuleLayout]) -> dict[str, int]:
@@ -27,6 +31,20 @@ def aligned_rows(language_models: Iterable[str], layouts: Mapping[str, ModuleLay
     """
     ranks = {name: (layouts[name].cp, layouts[name].tp) for name in language_models}
     return {n: cp * (tp * ROW_ALIGNMENT if tp > 1 else 2) for n, (cp, tp) in ranks.items() if cp * tp > 1}
+
+
+def row_dealing(modules: Mapping[str, ModuleSpec], layouts: Mapping[str, ModuleLayout]) -> dict[str, Dealing]:
+    """Return module with context parallelism -> how its rows are dealt, by FLOPs and the travel of keys."""
+    dealing = {}
+    for name, layout in layouts.items():
+        if layout.cp > 1:
+            shape = modules[name]
+            row, square = float(shape.per_row.sum()), float(shape.per_pair.sum())
+            cost = RowCost(
+                row, 2 * square, FLOPS_PER_BYTE * 2.0 * shape.keys * shape.blocks
+            )  # half of a square is seen
+            dealing[name] = Dealing(layout.cp, layout.cp_order, cost)
+    return dealing
 
 
 def model_context(

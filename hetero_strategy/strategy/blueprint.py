@@ -30,7 +30,7 @@ from hetero_strategy.schedule.action import Span, StageGraph, StageId, StepWork
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.graph import StageCost, stage_graph
-from hetero_strategy.simulator.balance_context import aligned_rows, model_context
+from hetero_strategy.simulator.balance_context import aligned_rows, model_context, row_dealing
 
 TYPICAL_ROWS = 1024
 """Length of the sequence whose FLOPs weigh the blocks against the embedding and the head."""
@@ -76,9 +76,10 @@ class Blueprint:
 
     def context(self, ranks_per_node: int) -> ModelContext:
         """Return the facts about the model for balancing; rank ``r`` is on node ``r // ranks_per_node``."""
-        return model_context(
+        context = model_context(
             self.graph, self.costs, self.spec.samplewise, self.scheduling, self.placement, ranks_per_node
         )
+        return replace(context, dealing=row_dealing(self.spec.modules, self.layouts))
 
     def plan_step(
         self,

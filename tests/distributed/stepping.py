@@ -31,6 +31,7 @@ from hetero_strategy.parallelize.storage import Storage
 from hetero_strategy.parallelize.transform import Site
 from hetero_strategy.parallelize.transforms import of_kind, read_transforms
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
+from hetero_strategy.plan.plan_step import ResolvedBalance
 from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.runtime import executor as running
 from hetero_strategy.runtime.warm_up import check_packing, warm_up
@@ -111,7 +112,7 @@ class Setting:
     tokens: Mapping[str, Any] = field(default_factory=dict)
     """``encoder_microbatch_rows``."""
     balance: Mapping[str, Any] | None = None
-    """None: all units are dealt in order."""
+    """None: all units are dealt in order; with context parallelism items stay with their samples."""
     ranks_per_node: int = 1 << 30
     tied: bool = False
     dropout: Mapping[str, float] = field(default_factory=dict)
@@ -285,7 +286,10 @@ def steps_of(
     setting: Setting, microbatches: int | None, share: RankView, around: ModelContext | None = None
 ) -> StepDataset:
     """Batches of a rank; by default one, of the whole data set."""
-    made = data_of(setting.folder, "draw" in setting.modules)
+    made, around = data_of(setting.folder, "draw" in setting.modules), around or ModelContext()
+    balancing = ResolvedBalance(dealing=around.dealing) if around.dealing else None
+    if setting.balance is not None:
+        balancing = BalanceConfig.of(setting.balance).resolve(share.instances, around)
     return Steps(
         setting.batches,
         made.indices["train"],
@@ -295,9 +299,7 @@ def steps_of(
         kinds=kinds_of(setting.layouts),
         microbatches=microbatches,
         microbatch_rows=setting.tokens,
-        balancing=None
-        if setting.balance is None
-        else BalanceConfig.of(setting.balance).resolve(share.instances, around or ModelContext()),
+        balancing=balancing,
         shuffle=False,
     )
 

@@ -1,0 +1,82 @@
+"""Whole steps with rows that plans deal to context-parallel ranks: every gradient is that of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from hetero_strategy.errors import DataError
+from hetero_strategy.testing import Pool
+from tests.distributed.exact import Given, compare, expected, on, run_together, setting_of
+from tests.distributed.stepping import OnRank, Setting, Stepped
+
+pytestmark = pytest.mark.distributed
+
+WAYS = ("alone", "tp", "1f1b", "zb_h1", "dp", "FSDP", "recompute")
+
+
+def setting_with(folders: dict[bool, str], cp: int, way: str, order: str = "auto") -> Setting:
+    """Encoders of their own beside a language model whose rows are dealt."""
+    more = {"tp": {"tp": 2}, "1f1b": {"pp": 2}, "zb_h1": {"pp": 2}, "dp": {"dp_replicate": 2, "dp_shard": 1}}
+    degrees = more.get(way, {"dp_shard": 2} if way == "FSDP" else {})
+    world = cp * max(degrees.values(), default=1)
+    llm = on(*range(world), cp=cp, cp_order=order, **({"dp_shard": 1} | degrees))
+    layouts = {"vision": on(0, 1), "audio": on(world - 1), "llm": llm}
+    schedule = "zb_h1" if way == "zb_h1" else "1f1b"
+    options = {"transforms": {"llm": {"recompute": "all"}}} if way == "recompute" else {}
+    return setting_of(folders, layouts, schedule, **options)
+
+
+def check(pool: Pool, settings: Sequence[Setting]) -> list[Stepped]:
+    """Compare all settings of one world with one process, and return the steps of the first rank."""
+    given: dict[str, Given] = {str(k): (one, expected(one), (2,), 0) for k, one in enumerate(settings)}
+    found = run_together(pool, given)
+    for name, (_, wanted, *_) in given.items():
+        compare(wanted, found[name], name)
+    return [step for runs in found.values() for step in runs[0].steps]
+
+
+def pieces(step: Stepped) -> int:
+    """Count the pieces of a plan."""
+    return sum(len(one.order.start) for one in step.plan.assignments["llm"] if one.order is not None)
+
+
+@pytest.mark.parametrize("cp", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4))])
+@pytest.mark.parametrize("ways", [("alone", "recompute"), ("tp", "1f1b", "zb_h1", "dp", "FSDP")], ids=str)
+def test_gradients_are_those_of_one_process(
+    pool: Pool, folders: dict[bool, str], ways: tuple[str, ...], cp: int
+) -> None:
+    steps = check(pool, [setting_with(folders, cp, way) for way in ways])
+    assert all(pieces(step) > cp for step in steps)
+
+
+@pytest.mark.parametrize("order", ["zigzag", "blocks"])
+def test_other_orders_give_the_same(pool: Pool, folders: dict[bool, str], order: str) -> None:
+    check(pool, [setting_with(folders, 2, "alone", order)])
+
+
+def test_a_piece_that_one_rank_deals_otherwise_is_refused(pool: Pool, folders: dict[bool, str]) -> None:
+    """Control: as all ranks deal it, the step runs."""
+    setting = setting_with(folders, 2, "alone")
+    assert pool.run(2, refusal, setting, True) == ["", ""]
+    assert all("different plans" in found for found in pool.run(2, refusal, setting, False))
+
+
+def refusal(rank: int, world: int, setting: Setting, right: bool) -> str:
+    """Why a step is refused in which rank 1 swaps the ranks of two pieces, or nothing."""
+    made = OnRank(rank, world, setting)
+    batch = made.steps(setting, 2)[0]
+    if rank == 1 and not right:
+        first, *rest = batch.plan.assignments["llm"]
+        assert first.order is not None
+        place = first.order.place.copy()
+        place[:2] = place[1::-1]
+        first = replace(first, order=replace(first.order, place=place))
+        batch.plan = replace(batch.plan, assignments={**batch.plan.assignments, "llm": (first, *rest)})
+    try:
+        made.executor.run(batch, train=True)
+    except DataError as error:
+        return str(error)
+    return ""

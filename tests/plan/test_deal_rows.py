@@ -1,0 +1,147 @@
+"""Which rows each context-parallel rank has: equally many, with even pairs, and few keys that travel."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero_strategy.mask import BidirectionalItems, Causal, Full, ItemsAlone, MaskRule, Slices, Spans
+from hetero_strategy.plan.deal_rows import Dealing, Pieces, RowCost, deal_rows, pairs_and_keys
+
+RULES: tuple[MaskRule, ...] = (Causal(), Causal(5), BidirectionalItems(), ItemsAlone(), Full())
+COSTS = RowCost(0, 1, 0), RowCost(100, 1, 0), RowCost(1, 1, 20)
+
+
+def spans_of(lengths: np.ndarray, rng: np.random.Generator, share: float, mean: float) -> Spans:
+    """Draw items that fill about a share of some sequences."""
+    sequence, start, rows = list[int](), list[int](), list[int]()
+    for number, length in enumerate(lengths.tolist()):
+        at = 0
+        while at < length:
+            text, item = (max(1, int(rng.exponential(part * mean))) for part in ((1 - share) / share, 1.0))
+            at += text
+            if at + item > length:
+                break
+            sequence.append(number), start.append(at), rows.append(item)
+            at += item
+    columns = (np.array(column, np.int64) for column in (sequence, start, rows))
+    return Spans(*columns, np.full(len(rows), "vision"))
+
+
+def of_rank(pieces: Pieces, total: int) -> np.ndarray:
+    """Rank of each row."""
+    return np.repeat(pieces.rank, np.diff(np.append(pieces.start, total)))
+
+
+def seen(mask: Slices) -> np.ndarray:
+    """Which keys each row sees, row by row, bool ``[T, T]``."""
+    dense = np.zeros((mask.total, mask.total), bool)
+    for row, rows, key, keys, low, high in zip(
+        mask.row, mask.rows, mask.key, mask.keys, mask.low, mask.high, strict=True
+    ):
+        for d in range(rows):
+            dense[row + d, key + d * low : key + keys - (rows - 1 - d) * high] = True
+    return dense
+
+
+@st.composite
+def cases(draw: Any) -> tuple[np.ndarray, Slices, int]:
+    ranks = draw(st.integers(2, 5))
+    lengths = np.array([*draw(st.lists(st.integers(0, 40), min_size=1, max_size=6)), 0], np.int64)
+    lengths[-1] = ranks * max(1, -(-int(lengths.sum()) // ranks)) - lengths.sum()  # alignment rows
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    mask = draw(st.sampled_from(RULES)).slices(lengths, spans_of(lengths, rng, 0.5, 6.0))
+    return lengths, mask, ranks
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.sampled_from(COSTS), st.sampled_from(["auto", "zigzag", "blocks"]))
+def test_ranks_have_equally_many_rows_and_what_is_counted_is_so(
+    case: tuple[np.ndarray, Slices, int], cost: RowCost, order: Any
+) -> None:
+    lengths, mask, ranks = case
+    pieces = deal_rows(lengths, mask, ranks, cost, order)
+    rank, dense = of_rank(pieces, mask.total), seen(mask)
+    assert np.bincount(rank, minlength=ranks).tolist() == [mask.total // ranks] * ranks
+    assert pieces.start[0] == 0 and (np.diff(pieces.start) > 0).all() and (np.diff(pieces.rank) != 0).all()
+    pairs, keys = pairs_and_keys(pieces, mask, ranks)
+    for r in range(ranks):
+        mine = rank == r
+        assert pairs[r] == dense[mine].sum()
+        assert keys[r] == (dense[mine].any(axis=0) & ~mine).sum()
+    if order == "auto":
+        others = (pairs_and_keys(deal_rows(lengths, mask, ranks, cost, "zigzag"), mask, ranks), (pairs, keys))
+        zigzag, own = ((cost.pair * p + cost.key * k).max() for p, k in others)
+        assert own <= zigzag + 0.0101 * (cost.row * mask.total + cost.pair * dense.sum()) / ranks
+
+
+def test_short_sequences_stay_whole() -> None:
+    lengths = np.array([30, 10, 20, 40, 20, 40, 30, 10])
+    mask = Causal().slices(lengths, Spans.none())
+    rank = of_rank(deal_rows(lengths, mask, 4, RowCost(100, 1, 10)), 200)
+    assert all(len(set(own)) == 1 for own in np.split(rank, np.cumsum(lengths)[:-1]))
+
+
+def test_a_long_sequence_is_cut_in_two_chunks_a_rank_over_the_fewest_ranks() -> None:
+    lengths = np.array([80, *[4] * 20])
+    mask = Causal().slices(lengths, Spans.none())
+    pieces = deal_rows(lengths, mask, 4, RowCost(10000, 1, 10))
+    long = pieces.start < 80
+    assert len(set(pieces.rank[long])) == 2 and long.sum() == 3  # the two chunks in the middle are one piece
+
+
+def test_masks_that_two_chunks_leave_uneven_are_cut_in_blocks() -> None:
+    """Controls: two chunks a rank are uneven, and blocks dealt as one sequence send more keys of packed documents."""
+    rng, ranks, cost = np.random.default_rng(0), 8, RowCost(0, 1, 0)
+    ratios = {"auto": list[float](), "zigzag": list[float]()}
+    for _ in range(10):
+        mask = ItemsAlone().slices(np.array([16384]), spans_of(np.array([16384]), rng, 0.5, 1500.0))
+        for order, found in ratios.items():
+            pairs, _ = pairs_and_keys(deal_rows(np.array([16384]), mask, ranks, cost, order), mask, ranks)  # type: ignore[arg-type]
+            found.append(pairs.max() / pairs.mean())
+    assert max(ratios["auto"]) < 1.05 and np.mean(ratios["auto"]) < 1.01 < 1.2 < np.mean(ratios["zigzag"])
+
+
+def test_packed_documents_are_even_and_few_of_their_keys_travel() -> None:
+    rng, ranks, total, ratios = np.random.default_rng(1), 8, 65536, []
+    for _ in range(10):
+        lengths = np.clip(rng.lognormal(np.log(2000), 1.0, 200), 16, total).astype(np.int64)
+        lengths = np.diff(np.minimum(np.append(0, np.cumsum(lengths)), total))
+        mask = Causal().slices(lengths, Spans.none())
+        both = []
+        for order in ("auto", "blocks"):
+            pairs, keys = pairs_and_keys(deal_rows(lengths, mask, ranks, RowCost(26700, 1, 625), order), mask, ranks)  # type: ignore[arg-type]
+            both += [pairs.max() / pairs.mean(), keys.sum() / (total * (ranks - 1))]
+        ratios.append(both)
+    pairs, keys, _, by_blocks = np.mean(ratios, axis=0)
+    assert pairs < 1.1 and keys < 0.35 < by_blocks
+
+
+def test_a_deal_is_made_of_every_instance() -> None:
+    order = Dealing(2).of([np.array([8]), np.array([2, 2])])
+    assert order.rows(0, 8).tolist() == [0, 1, 6, 7, 2, 3, 4, 5] and order.first.tolist() == [0, 8]
+    assert sorted(order.rows(1, 4).tolist()) == [0, 1, 2, 3]
+
+
+@pytest.mark.perf
+@pytest.mark.parametrize("kind", ["one", "documents", "items"])
+def test_a_million_tokens_are_dealt_in_a_millisecond(kind: str) -> None:
+    rng, total = np.random.default_rng(2), 1 << 20
+    lengths = np.array([total])
+    if kind == "documents":
+        lengths = np.clip(rng.lognormal(np.log(2000), 1.0, 1000), 16, total).astype(np.int64)
+        lengths = np.diff(np.minimum(np.append(0, np.cumsum(lengths)), total))
+        lengths = lengths[lengths > 0]
+    rule = ItemsAlone() if kind == "items" else Causal()
+    mask = rule.slices(lengths, spans_of(lengths, rng, 0.5, 1500.0))
+    seconds = []
+    for _ in range(30):
+        began = time.perf_counter()
+        deal_rows(lengths, mask, 8, RowCost(26700, 1, 625))
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 1e-3
