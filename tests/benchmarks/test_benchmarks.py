@@ -143,10 +143,12 @@ def test_parts(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     assert "labelled" in capsys.readouterr().out
 
 
-def test_two_chunks_are_even_where_one_sequence_fills_the_rows() -> None:
-    even = {name: context.evenness(lengths, 4) for name, lengths in context.packings(32768).items()}
-    assert even["one sequence"] == (1.0, pytest.approx(1.75, abs=0.01)) and even["eight"] == (1.0, 1.0)
-    assert 1.2 < even["documents"][0] < even["documents"][1]
+def test_dealt_rows_are_even_where_those_of_peers_are_not() -> None:
+    """Control: two chunks and contiguous parts are uneven, and LPT's ranks have unequal rows."""
+    found = context.compared("EE", 16384, 5, context.ATTENTION)
+    worst = {way: [max(column) for column in zip(*ratios, strict=True)] for way, ratios in found.items()}
+    assert worst["ours"][0] < 1.05 < 1.2 < min(worst["ring"][0], worst["zigzag"][0])
+    assert worst["ours"][1] == 1.0 < worst["LPT"][1] and worst["LPT"][0] < 1.05
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from benchmarks import filling, loader
 from hetero_strategy.testing import Pool
 
 SMALL = {
-    "context": ["--rounds", "1", "--dim", "128", "--tokens", "256"],
+    "context": ["--masks", "1", "--rounds", "1", "--dim", "128", "--tokens", "256"],
     "published": ["--tables", "cornstarch"],
     "launch_order": ["--ranks", "8", "--layouts", "disjoint", "--rounds", "1", "--workers", "1"],
     "predicted_memory": ["--only", "text, 1 rank"],
