@@ -27,7 +27,7 @@ from benchmarks.common import Options, option, program, report
 from benchmarks.pipelines import Turn, run_turns
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.mask import Causal, ItemsAlone, Slices, Spans
-from hetero_strategy.plan.deal_rows import Pieces, RowCost, deal_rows, pairs_and_keys
+from hetero_strategy.plan.deal_rows import RankPieces, RowCost, deal_rows, pairs_and_keys
 from hetero_strategy.profiling.allocations import Allocations
 from hetero_strategy.testing import Setting
 
@@ -78,7 +78,7 @@ def mask_of(kind: str, rows: int, rng: np.random.Generator) -> tuple[np.ndarray,
     return lengths, ItemsAlone().slices(lengths, Spans(*columns, np.full(len(drawn), "vision")))
 
 
-def by_blocks(kind: str, mask: Slices, rng: np.random.Generator) -> Pieces:
+def by_blocks(kind: str, mask: Slices, rng: np.random.Generator) -> RankPieces:
     """Deal blocks of 128 rows as peers do: in order, at random, or by falling pairs to the least loaded rank."""
     count = -(-mask.total // BLOCK)
     start = np.arange(count) * BLOCK
@@ -92,7 +92,7 @@ def by_blocks(kind: str, mask: Slices, rng: np.random.Generator) -> Pieces:
         for block in np.argsort(-work, kind="stable").tolist():
             load, rank[block] = heap[0]
             heapq.heapreplace(heap, (load + int(work[block]), heap[0][1]))
-    return Pieces(start, rank)
+    return RankPieces(start, rank)
 
 
 class Evenness(NamedTuple):

@@ -75,7 +75,7 @@ class Dealing:
         return RowOrder.of(totals, count, start, rank)
 
 
-class Pieces(NamedTuple):
+class RankPieces(NamedTuple):
     """Runs of rows that fill an instance."""
 
     start: Int64[np.ndarray, "pieces"]
@@ -98,7 +98,7 @@ def deal_rows(
     ranks: int,
     cost: RowCost = RowCost(),  # noqa: B008 - immutable
     order: ContextOrder = "auto",
-) -> Pieces:
+) -> RankPieces:
     """Return the pieces of an instance's rows for each of its ranks, equally many rows a rank.
 
     Args:
@@ -133,14 +133,14 @@ def deal_rows(
     return chosen
 
 
-def _time(pieces: Pieces, mask: Slices, ranks: int, cost: RowCost) -> float:
+def _time(pieces: RankPieces, mask: Slices, ranks: int, cost: RowCost) -> float:
     """Return the time of the rank that takes longest."""
     pairs, keys = pairs_and_keys(pieces, mask, ranks)
     return float((cost.row * mask.total / ranks + cost.pair * pairs + cost.key * keys).max())
 
 
 def pairs_and_keys(
-    pieces: Pieces, mask: Slices, ranks: int
+    pieces: RankPieces, mask: Slices, ranks: int
 ) -> tuple[Float64[np.ndarray, "ranks"], Int64[np.ndarray, "ranks"]]:
     """Count the pairs of each rank's rows, and the keys that these see and the rank lacks."""
     edges = np.append(pieces.start, mask.total)
@@ -209,7 +209,9 @@ def _whole_first(lengths: np.ndarray, pairs: np.ndarray, ranks: int, slack: floa
     return _Shares(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
 
 
-def _cut(lengths: np.ndarray, mask: Slices, ranks: int, shares: _Shares, form: ContextOrder, slack: float) -> Pieces:
+def _cut(
+    lengths: np.ndarray, mask: Slices, ranks: int, shares: _Shares, form: ContextOrder, slack: float
+) -> RankPieces:
     """Cut each sequence for the ranks that share it, in two chunks a rank or, if their pairs are uneven, in blocks."""
     by_sequence = np.argsort(shares.sequence, kind="stable")
     sequence, rank, rows = (column[by_sequence] for column in shares)
@@ -245,7 +247,7 @@ def _cut(lengths: np.ndarray, mask: Slices, ranks: int, shares: _Shares, form: C
             owner = _swapped(mask.work(np.append(start, mask.total)), owner, size == block, ranks, slack)
     start, owner = start[size > 0], owner[size > 0]
     changes = np.append(True, owner[1:] != owner[:-1])
-    return Pieces(start[changes], owner[changes])
+    return RankPieces(start[changes], owner[changes])
 
 
 def _blocks(

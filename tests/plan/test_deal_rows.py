@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_strategy.mask import BidirectionalItems, Causal, Full, ItemsAlone, MaskRule, Slices, Spans
-from hetero_strategy.plan.deal_rows import Dealing, Pieces, RowCost, deal_rows, pairs_and_keys
+from hetero_strategy.plan.deal_rows import Dealing, RankPieces, RowCost, deal_rows, pairs_and_keys
 
 RULES: tuple[MaskRule, ...] = (Causal(), Causal(5), BidirectionalItems(), ItemsAlone(), Full())
 COSTS = RowCost(0, 1, 0), RowCost(100, 1, 0), RowCost(1, 1, 20)
@@ -33,7 +33,7 @@ def spans_of(lengths: np.ndarray, rng: np.random.Generator, share: float, mean: 
     return Spans(*columns, np.full(len(rows), "vision"))
 
 
-def of_rank(pieces: Pieces, total: int) -> np.ndarray:
+def of_rank(pieces: RankPieces, total: int) -> np.ndarray:
     """Rank of each row."""
     return np.repeat(pieces.rank, np.diff(np.append(pieces.start, total)))
 
