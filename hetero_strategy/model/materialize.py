@@ -11,6 +11,7 @@ import copy
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ from hetero_strategy.errors import ModelError
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.hf_folder import Selection, TensorFolder, select
 from hetero_strategy.model.hf_sources import match
-from hetero_strategy.model.unread import Unread
+from hetero_strategy.model.unread import Converted, Unread
 
+SLICE = 16 << 20
+"""Most bytes of a large parameter that are read at once."""
+NO_PLACES: Mapping[str, Tensor] = MappingProxyType({})
 CHANGED = (
     "module '{name}': {fqn} was added or given another shape after its model was made, so nothing gives it values;"
     " change the module before MultimodalModel(...) is given it"
@@ -29,7 +33,11 @@ CHANGED = (
 
 
 def initial_units(
-    name: str, adapter: Adapter, seed: int, wanted: Mapping[str, Selection] | None = None
+    name: str,
+    adapter: Adapter,
+    seed: int,
+    wanted: Mapping[str, Selection] | None = None,
+    places: Mapping[str, Tensor] = NO_PLACES,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each parameter and buffer once: (FQN inside the adapter, wanted part on the CPU in the parameter's dtype).
 
@@ -41,6 +49,7 @@ def initial_units(
     Args:
         wanted: FQN -> its part to yield, ``{}`` for the whole. Only these parts are read from a folder. None: every
             whole tensor.
+        places: FQN -> tensor that a part from a folder is written to, some rows at a time, instead of being yielded.
     """
     folder = None if adapter.checkpoint is None else TensorFolder(adapter.checkpoint)
     dtypes = {fqn: tensor.dtype for fqn, tensor in _tensors(adapter.meta_copy())}
@@ -61,8 +70,23 @@ def initial_units(
                 values = ((fqn, value) for fqn, value in initialized if fqn in parts and fqn not in sources)
                 yield from ((fqn, select(value, parts[fqn])) for fqn, value in values)
             for fqn, part in parts.items():
-                if fqn in sources:
+                if fqn in sources and fqn in places:
+                    _read_into(places[fqn], sources[fqn], part, dtypes[fqn])
+                elif fqn in sources:
                     yield fqn, sources[fqn].read(part).to(dtypes[fqn])
+
+
+def _read_into(place: Tensor, source: Unread, part: Selection, dtype: torch.dtype) -> None:
+    """Read a part in slices of at most :data:`SLICE` bytes, so that a large tensor is in memory once."""
+    rows = len(place) if place.ndim and not isinstance(source, Converted) else 0
+    step = max(1, rows * SLICE // max(1, place.nbytes))
+    if step >= rows:
+        place.copy_(source.read(part).to(dtype))
+        return
+    index = part.get(0, torch.arange(rows))
+    for start in range(0, rows, step):
+        slice_read = source.read({**part, 0: index[start : start + step]})
+        place[start : start + step].copy_(slice_read.to(dtype))
 
 
 def materialize(module: nn.Module, seed: int, *, name: str = "", device: torch.device | None = None) -> None:

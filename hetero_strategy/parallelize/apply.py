@@ -129,7 +129,8 @@ def parallelize(
             continue
         wanted: dict[str, Selection] = {fqn: {} for fqn, _ in stage.named_buffers()}
         wanted |= {fqn: _shard_of(parameter) for fqn, parameter in stage.global_parameters().items()}
-        fill(stage, initial_units(name, module, seed, wanted))
+        places = {fqn: local(parameter.detach()) for fqn, parameter in stage.global_parameters().items()}
+        fill(stage, initial_units(name, module, seed, wanted, places))
     for stage in copied:
         compute_with_copies(stage, storage.compute)
     _adopt(module, stages)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from benchmarks.folder_start import reads
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.hf_folder import INDEX, SINGLE, Selection, TensorFolder, select
 from hetero_strategy.model.hf_sources import sources_of
 from hetero_strategy.model.materialize import initial_units, materialize
 from hetero_strategy.model.unread import Stored
-from tests.model.helpers import reads
 from tests.model.hf_models import MODELS, Anything, clip, made
 
 
@@ -55,6 +57,11 @@ def test_a_rank_reads_its_part_alone(tmp_path: Path, family: str, max_shard_size
             values = dict(initial_units("m", ours, 0, wanted))
         assert values.keys() == owned.keys() and tables.isdisjoint(values)
         assert all(torch.equal(values[fqn], owned[fqn]) for fqn in owned)
+        assert sum(found) == sum(value.nbytes for value in owned.values()), family
+        places = {fqn: torch.empty_like(value) for fqn, value in owned.items()}
+        with patch.object(sys.modules[initial_units.__module__], "SLICE", 100), reads() as found:
+            assert not dict(initial_units("m", ours, 0, wanted, places))
+        assert all(torch.equal(places[fqn], owned[fqn]) for fqn in owned)
         assert sum(found) == sum(value.nbytes for value in owned.values()), family
     materialize(ours, 0, name="m")
     assert all(torch.equal(ours.state_dict()[fqn], expected[name]) for fqn, name in names.items())
