@@ -110,16 +110,22 @@ def _read_folder(cfg: DictConfig) -> None:
             f"folder={folder}: it is the model, and model=... has one, too, with a module '{other[0]}'; leave out one,"
             " or the experiment that chooses it"
         )
-    with torch.device("meta"):
-        names = list(hf_folder(folder))
+    _made[folder] = hf_folder(folder)
+    names = list(_made[folder])
     _only("model.modules", cfg.model.modules, names)
     modules = {n: {"_target_": OF_FOLDER, "folder": folder, "name": n} for n in names}
     cfg.model.modules = {n: cfg.model.modules.get(n, module) and module for n, module in modules.items()}
 
 
+_made: dict[str, dict[str, Adapter]] = {}
+"""Folder -> modules that were made together with another one and are not yet in use."""
+
+
 def of_folder(folder: str, name: str) -> Adapter:
-    """Build a module of a Hugging Face folder."""
-    return hf_folder(folder)[name]
+    """Build a module of a Hugging Face folder; all are made at once, and each is given away once."""
+    if name not in _made.get(folder, {}):
+        _made[folder] = hf_folder(folder)
+    return _made[folder].pop(name)
 
 
 def _only(path: str, node: Any, names: Sequence[str]) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.model.hf_folder import read_config
 from hetero_strategy.model.inputs import SequenceInputs
-from hetero_strategy.zoo.hf import check_no_fields, make_config, make_model
+from hetero_strategy.zoo.hf import check_folder, check_no_fields, make_config
 from hetero_strategy.zoo.hf_check import checked
-from hetero_strategy.zoo.hf_composed import HFComposedLM, composite_class, decoder_path, sections
+from hetero_strategy.zoo.hf_composed import HFComposedLM, composite_class, decoder_path, sections, whole_of
 from hetero_strategy.zoo.hf_decoder import HFCausalLM
 
 __all__ = ["HFCausalLM", "hf_causal_lm", "hf_llama", "hf_qwen3"]
@@ -47,54 +44,20 @@ def hf_causal_lm(
     """
     if part is not None:
         return _part(part, checkpoint, before, fields)
-    kind = read_config(checkpoint).get("model_type") if model_type is None and checkpoint is not None else model_type
-    return _causal_lm("hf_causal_lm", kind, checkpoint, before, check, fields)
-
-
-def hf_llama(
-    *,
-    checkpoint: str | Path | None = None,
-    before: Callable[[Tensor, SequenceInputs], Tensor] | None = None,
-    check: bool = True,
-    **fields: Any,
-) -> HFCausalLM:
-    """Build transformers' Llama; arguments as in :func:`hf_causal_lm`, with fields of ``LlamaConfig``."""
-    return _causal_lm("hf_llama", "llama", checkpoint, before, check, fields)
-
-
-def hf_qwen3(
-    *,
-    checkpoint: str | Path | None = None,
-    before: Callable[[Tensor, SequenceInputs], Tensor] | None = None,
-    check: bool = True,
-    **fields: Any,
-) -> HFCausalLM:
-    """Build transformers' dense Qwen3; arguments as in :func:`hf_causal_lm`, with fields of ``Qwen3Config``."""
-    return _causal_lm("hf_qwen3", "qwen3", checkpoint, before, check, fields)
-
-
-def _part(part: str, checkpoint: str | Path | None, before: Any, fields: Mapping[str, Any]) -> HFComposedLM:
-    """Build the language model of a composite's folder."""
-    if part != "llm" or checkpoint is None:
-        raise ModelError(f"hf_causal_lm: part={part!r}; give part='llm' with checkpoint=, the folder of a composite")
-    check_no_fields("hf_causal_lm", fields)
-    model_class, config = composite_class("hf_causal_lm", checkpoint)
-    with torch.device("meta"):
-        path = decoder_path("hf_causal_lm", make_model(model_class, copy.deepcopy(config)))
-    return HFComposedLM(model_class, config, path=path, checkpoint=checkpoint, before=before)
-
-
-def _causal_lm(
-    who: str, kind: Any, checkpoint: str | Path | None, before: Any, check: bool, fields: Mapping[str, Any]
-) -> HFCausalLM:
-    """Build the class that transformers has for a ``model_type``."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    who, kind = "hf_causal_lm", str(model_type)
+    if checkpoint is not None:
+        content = check_folder(who, checkpoint, quantised=True)  # plain weights under such a config load
+        if sections(content) or isinstance(content.get("text_config"), dict):
+            raise ModelError(
+                f"{who}: {checkpoint}/config.json is of a composite, {content.get('model_type')!r}; hf_composite reads"
+                " it, and part='llm' its language model alone"
+            )
+        kind = model_type or str(content.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise ModelError(f"{who}: transformers has no model_type {kind!r}; give a folder or one of its names")
-    if checkpoint is not None:
-        _check_folder(who, checkpoint)
     config = make_config(who, CONFIG_MAPPING[kind], checkpoint, fields)
     classes: Any = AutoModelForCausalLM._model_mapping
     if getattr(config, "is_encoder_decoder", False):
@@ -113,13 +76,21 @@ def _causal_lm(
     return module
 
 
-def _check_folder(who: str, checkpoint: str | Path) -> None:
-    """Refuse folders with code of their own, and composites."""
-    content, where = read_config(checkpoint), f"{who}: {checkpoint}/config.json"
-    if content.get("auto_map"):
-        raise ModelError(f"{where} has auto_map: code from a folder is not run; take a class that transformers has")
-    if sections(content) or isinstance(content.get("text_config"), dict):
-        raise ModelError(
-            f"{where} is of a composite, {content.get('model_type')!r}; hf_composite reads it, and part='llm' its"
-            " language model alone"
-        )
+def hf_llama(**given: Any) -> HFCausalLM:
+    """Build transformers' Llama; arguments as in :func:`hf_causal_lm`, with fields of ``LlamaConfig``."""
+    return hf_causal_lm(model_type="llama", **given)
+
+
+def hf_qwen3(**given: Any) -> HFCausalLM:
+    """Build transformers' dense Qwen3; arguments as in :func:`hf_causal_lm`, with fields of ``Qwen3Config``."""
+    return hf_causal_lm(model_type="qwen3", **given)
+
+
+def _part(part: str, checkpoint: str | Path | None, before: Any, fields: Mapping[str, Any]) -> HFComposedLM:
+    """Build the language model of a composite's folder."""
+    if part != "llm" or checkpoint is None:
+        raise ModelError(f"hf_causal_lm: part={part!r}; give part='llm' with checkpoint=, the folder of a composite")
+    check_no_fields("hf_causal_lm", fields)
+    model_class, config = composite_class("hf_causal_lm", checkpoint)
+    path = decoder_path("hf_causal_lm", whole_of(model_class, config))
+    return HFComposedLM(model_class, config, path=path, checkpoint=checkpoint, before=before)

@@ -17,7 +17,7 @@ from hetero_strategy.errors import ModelError
 from hetero_strategy.model.adapter import NO_ROWS
 from hetero_strategy.model.causal_lm import LMOutput
 from hetero_strategy.model.inputs import SequenceInputs
-from hetero_strategy.zoo.hf import check_folder
+from hetero_strategy.zoo.hf import check_folder, make_model
 from hetero_strategy.zoo.hf_decoder import HFCausalLM
 from hetero_strategy.zoo.hf_positions import HFTextKind
 from hetero_strategy.zoo.hf_stand_ins import StandIn
@@ -144,6 +144,12 @@ def composite_class(who: str, checkpoint: str | Path) -> tuple[Any, Any]:
             " model alone is read by hf_causal_lm(checkpoint=...), a tower by hf_encoder(...)"
         )
     return model_class, model_class.config_class.from_dict(content)
+
+
+def whole_of(model_class: Any, config: Any) -> Any:
+    """Make a composite on the meta device with a config of its own, in which each module names its attention."""
+    with torch.device("meta"):
+        return make_model(model_class, copy.deepcopy(config))
 
 
 def decoder_path(who: str, whole: Any) -> str:

@@ -6,22 +6,19 @@ No family is named here. The decoder and the towers are those that the class its
 
 from __future__ import annotations
 
-import copy
 import inspect
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from hetero_strategy.data.hf_processor import HFProcessor
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.encoder import Encoder
 from hetero_strategy.model.hf_folder import read_config
-from hetero_strategy.zoo.hf import make_model
 from hetero_strategy.zoo.hf_causal_lm import hf_causal_lm
 from hetero_strategy.zoo.hf_check import checked
-from hetero_strategy.zoo.hf_composed import HFComposedLM, composite_class, decoder_path, keep_only, sections
+from hetero_strategy.zoo.hf_composed import HFComposedLM, composite_class, decoder_path, keep_only, sections, whole_of
 from hetero_strategy.zoo.hf_decoder import HFCausalLM
 from hetero_strategy.zoo.hf_features import HFFeatures
 from hetero_strategy.zoo.hf_grid_tower import GridTower
@@ -46,8 +43,7 @@ def hf_composite(checkpoint: str | Path, *, check: bool = True) -> dict[str, Any
         ModelError: the folder's class cannot be split into encoders and a language model, or fails the check.
     """
     model_class, config = composite_class("hf_composite", checkpoint)
-    with torch.device("meta"):
-        whole = make_model(model_class, copy.deepcopy(config))
+    whole = whole_of(model_class, config)
     path = decoder_path("hf_composite", whole)
     encoders = {name: kind for name, kind in MEDIA.items() if has_media(whole, kind)}
     if not encoders:
@@ -58,7 +54,9 @@ def hf_composite(checkpoint: str | Path, *, check: bool = True) -> dict[str, Any
     modules: dict[str, Any] = {}
     for name, kind in encoders.items():
         processor = _processor(Path(checkpoint), kind)
-        modules[name] = encoder_of(model_class, config, kind, path, checkpoint=checkpoint, processor=processor)
+        if modules:  # the first encoder takes the parts of the model that is there already
+            whole = whole_of(model_class, config)
+        modules[name] = encoder_of(whole, kind, checkpoint=checkpoint, processor=processor)
     width = config.get_text_config().hidden_size
     deepstack = max(module.width for module in modules.values()) // width - 1
     modules["llm"] = llm = HFComposedLM(model_class, config, path=path, checkpoint=checkpoint, deepstack=deepstack)
@@ -96,17 +94,13 @@ def has_media(whole: Any, kind: str) -> bool:
     return hasattr(base, f"get_{kind}_features") and whole.get_encoder(modality=kind) not in (whole, base)
 
 
-def encoder_of(
-    model_class: Any, config: Any, kind: str, path: str, *, checkpoint: str | Path | None = None, processor: Any = None
-) -> Encoder:
+def encoder_of(whole: Any, kind: str, *, checkpoint: str | Path | None = None, processor: Any = None) -> Encoder:
     """Build a composite's encoder of one kind of media, with the projector.
 
     Args:
-        path: where the composite's language model is.
+        whole: the composite on the meta device; all other parts are taken out of it.
         processor: processor of files; its ``columns`` name the numbers in the sizes of items.
     """
-    with torch.device("meta"):
-        whole = model_class(copy.deepcopy(config))  # its attention's name is set in it
     base = whole.base_model
     tower = whole.get_encoder(modality=kind)
     tower_path = next(fqn for fqn, part in whole.named_modules() if part is tower)

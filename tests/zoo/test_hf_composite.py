@@ -33,7 +33,7 @@ from hetero_strategy.model.materialize import materialize
 from hetero_strategy.model.read_spec import spec_of_module
 from hetero_strategy.parallelize.apply import check
 from hetero_strategy.zoo.hf_causal_lm import hf_causal_lm
-from hetero_strategy.zoo.hf_composed import composite_class
+from hetero_strategy.zoo.hf_composed import composite_class, whole_of
 from hetero_strategy.zoo.hf_composite import encoder_of, hf_composite
 from hetero_strategy.zoo.hf_positions import HFTextKind
 from tests.data.hf_folders import made
@@ -483,13 +483,8 @@ def test_pictures_of_many_sizes_run_one_by_one(tmp_path: Path) -> None:
     """Pixtral's rows, and gradients of two microbatches added up; weights are gathered once per step."""
     model = built(tiny("mistral3"))
     model.save_pretrained(tmp_path)
-    vision: Any = encoder_of(
-        *composite_class("hf_composite", tmp_path),
-        "image",
-        "model.language_model",
-        checkpoint=tmp_path,
-        processor=Sized(),
-    )
+    whole = whole_of(*composite_class("hf_composite", tmp_path))
+    vision: Any = encoder_of(whole, "image", checkpoint=tmp_path, processor=Sized())
     assert spec_of_module(vision).runs_vary
     materialize(vision, 0, name="vision")
     shapes = [(28, 56), (56, 56), (28, 56), (56, 28)]
