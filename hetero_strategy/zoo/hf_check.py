@@ -27,6 +27,7 @@ from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.model.packed_alone import row_difference
 from hetero_strategy.model.packing_errors import LENGTHS, made_up, packing_errors
 from hetero_strategy.model.without_values import models_without_values
+from hetero_strategy.zoo.hf_packed import reason_of_failure
 from hetero_strategy.zoo.hf_shrink import SPECIAL, shrink
 
 BOUND = 1e-4
@@ -89,7 +90,7 @@ class Verdict:
         raise ModelError(
             f"{who}: {model_class.__name__} of transformers {version} failed the check of a tiny copy of its config:"
             f" {'; '.join(self.reasons)} (at most {BOUND:g} is rounding). Results would depend on what is packed with"
-            f" what, or be wrong. Take another class or version of transformers; check=False leaves this check out"
+            f" what, or be wrong; {reason_of_failure(model_class)}; check=False leaves this check out"
         )
 
 

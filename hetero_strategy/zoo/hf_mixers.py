@@ -72,6 +72,8 @@ class EachSequence(nn.Module):
             rows = slice(start, start + length)
             own = [_part(value, rows, packing.rows) for value in args]
             named = {name: _part(value, rows, packing.rows) for name, value in kwargs.items()}
+            if "attention_mask" in named:  # bases without attention hand on that of :func:`some_mask`
+                named["attention_mask"] = None
             results.append(super().forward(*own, **named))
             start += length
         return _end_to_end(results)

@@ -121,6 +121,16 @@ def use_packed_attention(model: nn.Module, name: str = HF_ATTENTION) -> None:
             config._attn_implementation = name
 
 
+def reason_of_failure(model_class: Any) -> str:
+    """Return why a class of transformers may fail on packed rows, and what to do."""
+    if getattr(model_class, "_supports_attention_backend", True):
+        return "correct the config if it names a field, else take another class or version of transformers"
+    return (
+        f"{model_class.__name__} has attention, masks or mixers of its own (_supports_attention_backend=False), which"
+        " may not know packed rows: take another class"
+    )
+
+
 def some_mask(rows: int) -> Tensor:
     """Return an ``attention_mask`` for a base's forward, bool ``[1, 1, rows]`` on the CPU.
 

@@ -36,7 +36,13 @@ def _key_heads(value: int, config: Mapping[str, Any]) -> int:
 
 
 def _head(value: int, config: Mapping[str, Any]) -> int:
+    if "expand" in config:
+        return 64 * config["expand"] // 4
     return 8 if value == config.get("qk_rope_head_dim") else 16  # of MLA the rotary part
+
+
+def _inner(value: int, config: Mapping[str, Any]) -> int:
+    return 64 * config["expand"] if "expand" in config else 96  # of a Mamba mixer
 
 
 def _value_heads(value: int, config: Mapping[str, Any]) -> int:
@@ -48,6 +54,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"(moe|expert|shared|mlp)\w*_(intermediate|hidden|ffn)\w*size", _most(32)),
     (r"((out_)?hidden_size|d_model|n_embd|embedding_size|word_embed_proj_dim|(in|out)put_embedding_size)", _to(64)),
     (r"(lru_width|embed_dim|projection_dim)", _to(64)),
+    (r"intermediate_size", _inner),
     (r"(dense_)?(intermediate|ffn_hidden|feed_forward)_size(_mlp)?|n_inner|(decoder_|encoder_)?ffn_dim|dff", _to(96)),
     (r"(swa_)?num_attention_heads|n_heads?|num_heads|(decoder|encoder)_attention_heads|linear_num_heads", _to(4)),
     (r"(swa_)?num_key_value_heads|num_global_key_value_heads|num_kv_heads|n_kv_heads", _key_heads),

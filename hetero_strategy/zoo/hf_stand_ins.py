@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+_BARE = nn.Module().__dict__
+
 
 class StandIn(nn.Module):
     """A module in the place of one that does not run.
@@ -23,8 +25,8 @@ class StandIn(nn.Module):
     """
 
     def __init__(self, rows: Tensor | None = None, like: nn.Module | None = None, results: int = 0) -> None:
-        super().__init__()
-        self.__dict__.update(rows=rows, like=like, results=results)  # neither submodules nor buffers
+        # One is made for each block of every microbatch, and torch's constructor takes longer than the rest.
+        self.__dict__.update(_BARE, rows=rows, like=like, results=results)  # neither submodules nor buffers
 
     @override
     def forward(self, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ ask of attention, and autograd notes which parameters reach the output.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.zoo.hf_packed import AttentionCall, noted_attention
+from hetero_strategy.zoo.hf_packed import AttentionCall, noted_attention, reason_of_failure
 from hetero_strategy.zoo.hf_stand_ins import Reached, StandIn, first_argument, first_of, shallow, stop, without_values
 
 
@@ -206,12 +206,17 @@ def parts_of(base: nn.Module, layers: str, run: Callable[[nn.Module], Any]) -> P
     except Exception as fault:  # several kinds
         reason = " ".join(str(fault).split())
         raise ModelError(
-            f"{type(base).__name__}: its forward fails on rows and positions: {type(fault).__name__} {reason}; correct"
-            " the config if it names a field, else the class cannot be run by stages"
+            f"{type(base).__name__}: its forward fails on rows and positions: {type(fault).__name__} {reason};"
+            f" {reason_of_failure(type(base))}"
         ) from fault
     finally:
         for hook in seen.hooks:
             hook.remove()
+    if idle := [block for block in blocks.values() if "returned" not in block.__dict__]:
+        raise ModelError(
+            f"{type(idle[0].__dict__['like']).__name__}: {len(idle)} of {len(blocks)} blocks of {type(base).__name__}"
+            " do not run on rows alone, as cross-attention to pictures does not; here pictures are rows of the sequence"
+        )
     around = seen.around(set(), len(blocks))
     before, after = (list(dict.fromkeys(fqn.partition(".")[0] for fqn in fqns)) for fqns in around)
     traced = list(blocks.values())
@@ -259,7 +264,9 @@ class _Traced(StandIn):
 
     @override
     def forward(self, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
-        for name, value in kwargs.items() | dict(enumerate(args, 1)).items():
+        others = {**kwargs, **{str(place): value for place, value in enumerate(args, 1)}}
+        shared = {name: len(value) for name, value in others.items() if isinstance(value, MutableMapping)}
+        for name, value in others.items():
             if isinstance(value, Tensor) and value.is_floating_point() and value.shape == hidden_states.shape:
                 raise ModelError(
                     f"{type(self.__dict__['like']).__name__}: a block takes other rows ({name}) beside those of the"
@@ -278,6 +285,11 @@ class _Traced(StandIn):
                         stacklevel=2,
                     )
                 result = hidden_states
+        if filled := [name for name, count in shared.items() if len(others[name]) != count]:
+            raise ModelError(
+                f"{type(self.__dict__['like']).__name__}: a block keeps something for later blocks ({filled[0]}), which"
+                " those of other stages would lack; such layers are not built"
+            )
         self.__dict__["results"] = len(result) if isinstance(result, tuple) else 0
         self.__dict__["returned"] = first_of(result), first_of(result)._version
         return result

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.inputs import SequenceInputs
 from hetero_strategy.zoo import HFCausalLM, hf_causal_lm
+from hetero_strategy.zoo.hf_stand_ins import StandIn
 from hetero_strategy.zoo.hf_trace import parts_of
 from tests.model.helpers import ready, tokens
 from tests.zoo.families import TINY
@@ -113,9 +114,9 @@ def test_the_head_calls_parts_alone_where_the_forward_does(monkeypatch: pytest.M
     ours = made("llama", num_hidden_layers=8)
     rows = torch.randn(3, ours.hidden_width)
     made_modules: list[nn.Module] = []
-    init = nn.Module.__init__
+    init = StandIn.__init__
     with monkeypatch.context() as now:
-        now.setattr(nn.Module, "__init__", lambda self: made_modules.append(self) or init(self))
+        now.setattr(StandIn, "__init__", lambda self, *args: made_modules.append(self) or init(self, *args))
         logits = ours.head(rows)
         assert len(made_modules) <= 2
         ours.finish = None
