@@ -116,7 +116,9 @@ def test_the_head_calls_parts_alone_where_the_forward_does(monkeypatch: pytest.M
     made_modules: list[nn.Module] = []
     init = StandIn.__init__
     with monkeypatch.context() as now:
-        now.setattr(StandIn, "__init__", lambda self, *args: made_modules.append(self) or init(self, *args))
+        now.setattr(
+            StandIn, "__init__", lambda self, *args, **more: made_modules.append(self) or init(self, *args, **more)
+        )
         logits = ours.head(rows)
         assert len(made_modules) <= 2
         ours.finish = None
