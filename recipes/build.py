@@ -25,6 +25,7 @@ from hetero_strategy.layout.spec import Placement, place
 from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.model import Adapter, Backbone, Encoder, Generator, MultimodalModel
 from hetero_strategy.model.kind import Media
+from hetero_strategy.model.materialize import check_folders
 from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.profiling.device import cores_of_node
 from hetero_strategy.schedule.policies import schedule_policy
@@ -287,6 +288,7 @@ def check_model(make: Callable[[], MultimodalModel], data: MultimodalDataModule,
     with torch.device("meta"):
         modules = make().modules_by_name
     check_all(modules, dict(placed.layouts))
+    check_folders(modules)
     _check_indices(data, modules)
 
 

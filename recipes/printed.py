@@ -58,6 +58,9 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("of that", _spent_line(report["seconds"], report["train_seconds"])))
     if timeline := report.get("timeline"):
         lines.append(("step", _timeline_line(timeline)))
+    if whole := report.get("read_whole"):
+        counts = ", ".join(f"{count} of {module}" for module, count in whole.items())
+        lines.append(("start", f"tensors that transformers converts are read whole by every rank: {counts}"))
     if memory := report.get("memory"):
         lines.append(("memory", _memory_line(memory)))
     if report.get("balance"):

@@ -208,6 +208,7 @@ def summarize(
         "layouts": [{"module": m, "ranks": ranks, "degrees": degrees} for m, ranks, degrees in placed.table()],
         "processes": placed.world_size,
         "parameters": counts,
+        "read_whole": {n: m.read_whole for n, m in module.model.modules_by_name.items() if m.read_whole},
         "checkpoint": checkpoint,
         "examples": readback.examples(trainer.datamodule),  # type: ignore[attr-defined]
     }

@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class Conversions:
         self._renamings, self._converters = self._of_kinds(self._maps)
         self.unexpected = [*(model._keys_to_ignore_on_load_unexpected or ()), OLD]
         """Patterns of tensors that the class leaves out on purpose."""
+        self._last = functools.lru_cache(maxsize=1)(lambda run: run(lambda tensor: tensor.read({})))
         self.ties: dict[str, str] = dict(model.all_tied_weights_keys)
         """Name -> name of the same parameter."""
 
@@ -118,8 +119,14 @@ class Conversions:
             try:
                 made |= run(lambda tensor: tensor)
             except (TypeError, AttributeError):  # it does more than move slices
-                made |= _whole(run)
+                made |= self.whole(run)
         return made
+
+    def whole(self, run: Callable[[Callable[[Unread], Any]], dict[str, Any]]) -> dict[str, Unread]:
+        """Return the results of a conversion that reads all of its tensors; it first runs on the meta device."""
+        on_meta = run(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        convert = functools.partial(self._last, run)
+        return {name: Converted(convert, name, result.shape, result.dtype) for name, result in on_meta.items()}
 
     def _revert(self, tensors: Mapping[str, Unread], get: Callable[[Unread], Any]) -> dict[str, Any]:
         return self._loading.revert_weight_conversion(self.model, {fqn: get(one) for fqn, one in tensors.items()})
@@ -147,8 +154,6 @@ class Sources:
     """Names in the folder that the class neither has nor leaves out on purpose."""
     conversions: Conversions | None = None
     """Conversions of the folder's class; None without a transformers class, where every name stays as it is."""
-    read_whole: frozenset[str] = field(default_factory=frozenset)
-    """Names in the model that each rank reads whole."""
 
 
 def made_on_meta(model_class: Any, config: Any) -> Any:
@@ -185,13 +190,11 @@ def sources_of(folder: TensorFolder, model_class: type | None) -> Sources:
     groups, placeless = conversions.groups(folder.names())
     tensors: dict[str, Unread] = {}
     together: dict[tuple[str, ...], tuple[str, ...]] = {}
-    read_whole: set[str] = set()
     for fqn, group in groups.items():
         try:
             made = conversions.convert(fqn, group, functools.partial(Stored, folder))
         except (TypeError, AttributeError):  # it does more than move slices
             made = _converted(conversions, fqn, group, folder)
-            read_whole |= made.keys()
         tensors |= made
         together[tuple(name for names in group.names.values() for name in names)] = tuple(made)
     for one, other in conversions.ties.items():
@@ -202,7 +205,7 @@ def sources_of(folder: TensorFolder, model_class: type | None) -> Sources:
                 tensors[name] = tensors[source]
     unexpected = [re.compile(pattern) for pattern in conversions.unexpected]
     placeless = [name for name in placeless if not any(pattern.search(name) for pattern in unexpected)]
-    return Sources(tensors, together, tuple(placeless), conversions, frozenset(read_whole))
+    return Sources(tensors, together, tuple(placeless), conversions)
 
 
 def _converted(conversions: Conversions, fqn: str, group: _Group, folder: TensorFolder) -> dict[str, Unread]:
@@ -212,18 +215,12 @@ def _converted(conversions: Conversions, fqn: str, group: _Group, folder: Tensor
         return conversions.convert(fqn, group, lambda name: get(Stored(folder, name)))
 
     try:
-        return _whole(run)
+        return conversions.whole(run)
     except (RuntimeError, ValueError) as fault:
         count, some = sum(map(len, group.names.values())), next(iter(group.names.values()))[0]
         raise ModelError(
             f"{fqn} cannot be made of {count} tensors in {folder.folder}, such as {some}: {fault}: {UNLIKE}"
         ) from None
-
-
-def _whole(run: Callable[[Callable[[Unread], Any]], dict[str, Any]]) -> dict[str, Unread]:
-    """Return the results of a conversion that reads all of its tensors; it first runs on the meta device."""
-    on_meta = run(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-    return {name: Converted(run, name, result.shape, result.dtype) for name, result in on_meta.items()}
 
 
 def _check_tie(folder: TensorFolder, of_one: _Group, of_other: _Group, one: Unread, other: Unread) -> None:
@@ -285,7 +282,7 @@ def match(
                 f" {tuple(shapes[fqn])}: "
                 + (f"take {EXTRA} away to train it anew" if fqn in folder.own else UNLIKE + advice)
             )
-    if whole := sorted(sources.read_whole & set(names.values())):
+    if whole := sorted(names[fqn] for fqn, source in found.items() if isinstance(source, Converted)):
         warnings.warn(
             f"{name}: read whole on every rank: {len(whole)} tensors, such as {whole[0]}, whose conversion by"
             " transformers does more than move slices",

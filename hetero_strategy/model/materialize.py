@@ -57,8 +57,8 @@ def initial_units(
     with folder or nullcontext():
         sources: dict[str, Unread] = {}
         if folder is not None:
-            shapes = {fqn: tensor.shape for fqn, tensor in _tensors(adapter.meta_copy())}
-            sources = match(name, adapter.hf_weights(), folder, shapes)
+            sources = _sources(name, adapter, folder)
+            adapter.read_whole = sum(isinstance(source, Converted) for source in sources.values())
         for prefix, fqns in unit_tensors(adapter).items():
             parts = {fqn: {} if wanted is None else wanted[fqn] for fqn in fqns if wanted is None or fqn in wanted}
             if any(fqn not in sources for fqn in parts):
@@ -74,6 +74,19 @@ def initial_units(
                     _read_into(places[fqn], sources[fqn], part, dtypes[fqn])
                 elif fqn in sources:
                     yield fqn, sources[fqn].read(part).to(dtypes[fqn])
+
+
+def check_folders(modules: Mapping[str, Adapter]) -> None:
+    """Refuse folders that do not hold the tensors of their modules, as :func:`initial_units` does on every rank."""
+    for name, adapter in modules.items():
+        if adapter.checkpoint is not None:
+            with TensorFolder(adapter.checkpoint) as folder:
+                _sources(name, adapter, folder)
+
+
+def _sources(name: str, adapter: Adapter, folder: TensorFolder) -> dict[str, Unread]:
+    shapes = {fqn: tensor.shape for fqn, tensor in _tensors(adapter.meta_copy())}
+    return match(name, adapter.hf_weights(), folder, shapes)
 
 
 def _read_into(place: Tensor, source: Unread, part: Selection, dtype: torch.dtype) -> None:

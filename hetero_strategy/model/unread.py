@@ -139,13 +139,11 @@ class _Transposed(Unread):
 class Converted(Unread):
     """One result of a conversion that does more than move slices: all of its tensors are read whole."""
 
-    def __init__(
-        self, convert: Callable[[Callable[[Unread], Any]], Mapping[str, Any]], name: str, shape: torch.Size, dtype: Any
-    ) -> None:
+    def __init__(self, convert: Callable[[], Mapping[str, Any]], name: str, shape: torch.Size, dtype: Any) -> None:
         self.convert, self.name, self.shape, self.dtype = convert, name, shape, dtype
 
     def read(self, selection: Selection) -> Tensor:
-        return select(self.convert(lambda tensor: tensor.read({}))[self.name], selection).contiguous()
+        return select(self.convert()[self.name], selection).contiguous()
 
 
 def _resized(shape: torch.Size, dim: int, size: int) -> torch.Size:

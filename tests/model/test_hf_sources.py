@@ -15,6 +15,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import Split
 
 from benchmarks.folder_start import reads
 from hetero_strategy.errors import ModelError
@@ -89,7 +90,17 @@ def test_a_tower_is_found_in_a_whole_model(tmp_path: Path) -> None:
         assert torch.equal(values[fqn], stored[f"vision_model.{name}"])
 
 
-@pytest.mark.parametrize("change", ["plain", "projections are permuted", "queries, keys and values are joined"])
+class Scaled(Split):
+    """A conversion that computes."""
+
+    def convert(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().convert({name: [t * 1 for t in many] for name, many in tensors.items()}, *args, **kwargs)
+
+
+WHOLE = ("projections are permuted", "joined projections are scaled")
+
+
+@pytest.mark.parametrize("change", ["plain", "queries, keys and values are joined", *WHOLE])
 def test_other_conversions(tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Joined projections are read by slices; a permutation, which is none of slices, whole and with a warning."""
     from transformers import conversion_mapping, core_model_loading
@@ -103,6 +114,8 @@ def test_other_conversions(tmp_path: Path, change: str, monkeypatch: pytest.Monk
         sources, targets = "self_attn.qkv.weight", [f"self_attn.{kind}_proj.weight" for kind in "qkv"]
         stored[f"{first}qkv.weight"] = torch.cat(parts)
         operation: Any = core_model_loading.Split(dim=0)
+        if change == "joined projections are scaled":
+            operation = Scaled(dim=0)
         if change == "projections are permuted":
             stored |= {f"{first}{kind}.weight": part for kind, part in zip("qkv", parts, strict=True)}
             stored[f"{first}q.weight"] = parts[0].unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
@@ -118,16 +131,21 @@ def test_other_conversions(tmp_path: Path, change: str, monkeypatch: pytest.Monk
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / SINGLE)
     ours, fqn = Anything(theirs, tmp_path), f"model.{first}q_proj.weight"
     wanted = {fqn: {0: torch.tensor([5, 2])}}
-    told = pytest.warns(UserWarning, match=rf"m: read whole on every rank: 1 tensors, such as {first}q_proj.weight,")
-    with reads() as found:
-        if change == "projections are permuted":
-            with told:
-                values = dict(initial_units("m", ours, 0, wanted))
-        else:
-            values = dict(initial_units("m", ours, 0, wanted))
     expected = theirs.state_dict()[f"{first}q_proj.weight"]
+    if change not in WHOLE:
+        with reads() as found:
+            values = dict(initial_units("m", ours, 0, wanted))
+        assert sum(found) == expected[:2].nbytes and not ours.read_whole
+    else:
+        alone = change == "projections are permuted"
+        wanted |= {} if alone else {f"model.{first}{kind}_proj.weight": {} for kind in "kv"}
+        some = f"{first}{'q' if alone else 'k'}_proj.weight"
+        told = f"m: read whole on every rank: {len(wanted)} tensors, such as {some},"
+        with reads() as found, pytest.warns(UserWarning, match=told):
+            values = dict(initial_units("m", ours, 0, wanted))
+        assert sum(found) == (expected.nbytes if alone else torch.cat(parts).nbytes), "once for all results"
+        assert ours.read_whole == len(wanted)
     assert torch.equal(values[fqn], expected[[5, 2]])
-    assert sum(found) == (expected.nbytes if change == "projections are permuted" else expected[:2].nbytes)
 
 
 INDICES = st.lists(st.integers(0, 3), max_size=4, unique=True)

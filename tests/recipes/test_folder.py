@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 from torch.nn.functional import cross_entropy
 
-from hetero_strategy.errors import ConfigError, LayoutError
+from hetero_strategy.errors import ConfigError, LayoutError, ModelError
 from hetero_strategy.testing import Pool
 from recipes import build, cli
 from tests.data.hf_folders import made
@@ -28,6 +29,7 @@ TEMPLATE = (
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}<|im_end|>\n{% endfor %}"
 )
+NO_AUDIO = "layout.audio=null"
 TOKENS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>"}
 
 
@@ -85,6 +87,18 @@ def test_a_folder_and_a_manifest_are_enough(pool: Pool, folder: Path, tmp_path: 
     assert first == pytest.approx(own_loss(folder), rel=1e-5)
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_dir()
     assert OmegaConf.load(tmp_path / "run" / cli.SAVED).folder == str(folder)  # which resume= and run= read
+
+
+def test_a_shard_that_is_missing_is_found_before_processes_start(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "model.safetensors").unlink()
+    transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder).save_pretrained(copy, max_shard_size="90KB")
+    lost = sorted(copy.glob("model-*"))[1]
+    lost.unlink()
+    cfg = compose("experiment=folder", f"folder={copy}", "data.module.train=train.json", "layout=colocated", NO_AUDIO)
+    build.check_configuration(cfg)
+    with pytest.raises(ModelError, match=rf"vision: {lost} cannot be read: .*No such file"):
+        build.check_model(build.model_maker(cfg), None, build.placement(cfg))  # type: ignore[arg-type]
 
 
 def test_what_a_folder_does_not_go_with(folder: Path, tmp_path: Path) -> None:

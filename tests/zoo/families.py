@@ -14,7 +14,7 @@ PACKED = (
     *("internlm3", "nemotron", "stablelm", "cwm", "bitnet", "dots1", "laguna", "diffllama", "jais2", "llama4_text"),
 )
 """Families whose layers are attention and feed-forward networks."""
-STATEFUL = ("qwen3_next", "qwen3_5_text", "granitemoehybrid", "bamba", "minimax", "lfm2")
+STATEFUL = ("qwen3_next", "qwen3_5_text", "granitemoehybrid", "bamba", "minimax", "lfm2", "mamba", "mamba2")
 """Families with layers that keep a state from row to row."""
 TINY: dict[str, dict[str, Any]] = {name: tiny_family(name) for name in (*PACKED, *STATEFUL)}
 """``model_type`` -> fields of a model with four to eight layers of width 64."""

@@ -19,7 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from hetero_strategy.errors import ModelError
+from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model.inputs import SequenceInputs
+from hetero_strategy.parallelize.apply import check
+from hetero_strategy.testing.families import tiny_family
 from hetero_strategy.zoo import HFCausalLM, hf_causal_lm
 from hetero_strategy.zoo.hf_stand_ins import StandIn
 from hetero_strategy.zoo.hf_trace import parts_of
@@ -28,7 +31,7 @@ from tests.zoo.families import TINY
 
 FEW = ("qwen2", "gemma2", "gemma3_text", "phi3", "qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text", "granite")
 """Biases, soft caps, windows, fused maps, experts, sinks, narrow values, chunks and scales."""
-STATES = ("qwen3_next", "qwen3_5_text", "bamba", "lfm2")
+STATES = ("qwen3_next", "qwen3_5_text", "bamba", "lfm2", "mamba", "mamba2")
 pytestmark = pytest.mark.filterwarnings("ignore:.* keep a state from row to row")
 LENGTHS = [5, 9, 1, 14, 3]
 
@@ -194,6 +197,34 @@ def test_several_shared_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Qwen2ForCausalLM, "get_expanded_tied_weights_keys", lambda *_, **__: pairs)
     with pytest.raises(ModelError, match=r"Qwen2ForCausalLM shares several weights, .*stages know one"):
         hf_causal_lm(model_type="qwen2", check=False, **TINY["qwen2"])
+
+
+STAGES_LACK = {
+    "zamba2": r"Zamba2MambaDecoderLayer: a block takes other rows \(1\) beside those of the block before it",
+    "gemma3n_text": r"Gemma3nTextDecoderLayer: a block keeps something for later blocks \(shared_kv_states\)",
+    "mllama": "MllamaCrossAttentionDecoderLayer: 1 of 4 blocks of MllamaTextModel do not run on rows alone, as cross",
+    "bloom": "BloomModel has attention, masks or mixers of its own .* take another class",
+    "xglm": "XGLMForCausalLM of transformers .*XGLMForCausalLM has attention, masks or mixers of its own",
+    "xlstm": "xLSTMForCausalLM of transformers .* a change of one sequence changes rows of other sequences by 0",
+}
+
+
+@pytest.mark.parametrize("model_type", STAGES_LACK)
+def test_blocks_that_are_no_stages_of_packed_rows_are_refused(model_type: str) -> None:
+    with pytest.raises(ModelError, match=STAGES_LACK[model_type]):
+        hf_causal_lm(model_type=model_type, **tiny_family(model_type))
+
+
+def test_layouts_that_do_not_fit_are_refused_before_processes_start() -> None:
+    def fault(model_type: str, **degrees: int) -> str:
+        fields = TINY[model_type] | {"num_key_value_heads": 2}
+        module = hf_causal_lm(model_type=model_type, check=False, **fields)
+        (said,) = check("llm", module, ModuleLayout(ranks=4, **degrees).resolved())
+        return said
+
+    assert fault("qwen3", tp=4) == "layout of 'llm': kv heads 2 not divisible by tp 4"
+    for model_type, kind in (("qwen3_next", "states"), ("gpt_oss", "sinks")):
+        assert "cp=2, but HFCausalLM is not made for a part of its rows; set cp=1" in fault(model_type, cp=2), kind
 
 
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
