@@ -1,4 +1,4 @@
-"""What ranks read of a Hugging Face folder when they start, and the host memory that it takes, over what they own.
+"""Measure what ranks read of a Hugging Face folder when they start and the host memory it takes, over what they own.
 
 Folders have random values in bfloat16, parameters are fp32. ``read / owned``: bytes read of the folder over those of
 the parameters that the rank owns, in the folder's dtype; the largest of all ranks. ``memory / owned``: the most private
@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +23,8 @@ from typing_extensions import override
 from benchmarks.common import Options, option, program, report
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model import MultimodalModel
-from hetero_strategy.model.hf_folder import TensorFolder
+from hetero_strategy.model.hf_folder import Selection
+from hetero_strategy.model.unread import Stored
 from hetero_strategy.profiling.allocations import local
 from hetero_strategy.strategy.assembly import assemble
 from hetero_strategy.testing import Pool, Setting
@@ -77,30 +77,16 @@ class FolderSetting(Setting):
 
 @contextmanager
 def reads() -> Iterator[list[int]]:
-    """Collect the bytes of every read of a Hugging Face folder, as they are asked of safetensors."""
+    """Collect the bytes of every read of a Hugging Face folder."""
     found: list[int] = []
-    opened = TensorFolder.opened
+    read = Stored.read
 
-    def noted(tensor: torch.Tensor) -> torch.Tensor:
+    def noted(self: Stored, selection: Selection) -> torch.Tensor:
+        tensor = read(self, selection)
         found.append(tensor.nbytes)
         return tensor
 
-    class Slice:
-        def __init__(self, whole: Any) -> None:
-            self.whole, self.get_shape, self.get_dtype = whole, whole.get_shape, whole.get_dtype
-
-        def __getitem__(self, at: Any) -> torch.Tensor:
-            return noted(self.whole[at])
-
-    def counted(folder: TensorFolder, file: str) -> Any:
-        handle = opened(folder, file)
-        return SimpleNamespace(
-            keys=handle.keys,
-            get_tensor=lambda name: noted(handle.get_tensor(name)),
-            get_slice=lambda name: Slice(handle.get_slice(name)),
-        )
-
-    with patch.object(TensorFolder, "opened", counted):
+    with patch.object(Stored, "read", noted):
         yield found
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from hetero_strategy.model import EncoderInputs, Packing, SequenceInputs
+from hetero_strategy.model.hf_folder import TensorFolder
 from hetero_strategy.model.materialize import materialize
 from hetero_strategy.plan.step_plan import Assignment
 
@@ -37,6 +40,34 @@ LLAMA = {
     "num_key_value_heads": 2,
 }
 TITAN = {"vocab_size": 40, "dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 8, "max_seq_len": 64}
+
+
+@contextmanager
+def reads():
+    """Collect the bytes of every read of a Hugging Face folder, as they are asked of safetensors."""
+    found, opened = [], TensorFolder.opened
+
+    def noted(tensor):
+        found.append(tensor.nbytes)
+        return tensor
+
+    class Slice:
+        def __init__(self, whole):
+            self.whole, self.get_shape, self.get_dtype = whole, whole.get_shape, whole.get_dtype
+
+        def __getitem__(self, at):
+            return noted(self.whole[at])
+
+    def counted(folder, file):
+        handle = opened(folder, file)
+        return SimpleNamespace(
+            keys=handle.keys,
+            get_tensor=lambda name: noted(handle.get_tensor(name)),
+            get_slice=lambda name: Slice(handle.get_slice(name)),
+        )
+
+    with patch.object(TensorFolder, "opened", counted):
+        yield found
 
 
 def ready(adapter, seed=0, dtype=torch.float64, name="m"):

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from benchmarks.folder_start import reads
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.hf_folder import INDEX, SINGLE, TensorFolder
+from tests.model.helpers import reads
 
 WHOLE = torch.arange(7 * 5 * 3, dtype=torch.bfloat16).view(7, 5, 3)
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import Split
 
-from benchmarks.folder_start import reads
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.hf_folder import INDEX, SINGLE, Selection, TensorFolder, select
 from hetero_strategy.model.hf_sources import sources_of
 from hetero_strategy.model.materialize import initial_units, materialize
 from hetero_strategy.model.unread import Stored
+from tests.model.helpers import reads
 from tests.model.hf_models import MODELS, Anything, clip, made
 
 

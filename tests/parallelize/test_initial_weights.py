@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.folder_start import reads
 from hetero_strategy.layout import ModuleLayout, place
 from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.model.materialize import materialize
@@ -24,7 +23,7 @@ from hetero_strategy.testing import Pool
 from hetero_strategy.zoo import hf_llama, hf_qwen3, titan_llama
 from hetero_strategy.zoo.hf_causal_lm import HFCausalLM
 from hetero_strategy.zoo.hf_tp import tensor_parallel_plan
-from tests.model.helpers import LLAMA
+from tests.model.helpers import LLAMA, reads
 from tests.model.hf_models import made
 
 TEXT = LLAMA | {"initializer_range": 0.3}
