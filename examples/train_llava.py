@@ -4,13 +4,12 @@
         --train data/llava_pretrain.json --val data/val.json --devices 8 --tp 2 --save outputs/projector.ckpt
     python examples/train_llava.py both --weights outputs/projector.ckpt --save outputs/llava.ckpt ...
 
-Folders are Hugging Face ones (SigLIP 2 of NaFlex; Llama or dense Qwen3), manifests are LLaVA's (docs/data.md). Several
+Folders are Hugging Face ones (SigLIP 2 of NaFlex; any language model), manifests are LLaVA's (docs/data.md). Several
 machines are started by torchrun (docs/cluster.md). ``python -m hetero_strategy.checkpoint export outputs/llava.ckpt
 exported`` writes folders for transformers.
 """
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 
@@ -25,19 +24,16 @@ from hetero_strategy import (
     MultimodalDataModule,
     MultimodalModel,
     ThroughputMonitor,
-    hf_llama,
-    hf_qwen3,
+    hf_causal_lm,
     siglip2_encoder,
 )
 
 FROZEN = {"projector": ["vision.backbone", "llm"], "both": ["vision.backbone"]}
 RATE = {"projector": 1e-3, "both": 2e-5}  # LLaVA 1.5's
-FAMILIES = {"llama": hf_llama, "qwen3": hf_qwen3}
 
 
 def make_model(vision, llm, stage):
-    family = json.loads((llm / "config.json").read_text())["model_type"]
-    language_model = FAMILIES[family](checkpoint=llm)
+    language_model = hf_causal_lm(checkpoint=llm)
     encoder = siglip2_encoder(checkpoint=vision, out_width=language_model.width, merge=2)
     return MultimodalModel({"vision": encoder, "llm": language_model}, freeze=FROZEN[stage])
 

@@ -142,16 +142,14 @@ def test_transformers_own_style_of_head_norms_would_be_wrong(pool: Pool) -> None
 
 
 @pytest.mark.distributed
-def test_experts_are_divided_with_shards_stages_and_recompute(pool: Pool) -> None:
+@pytest.mark.parametrize("other", ["dp_shard", pytest.param("pp", marks=pytest.mark.full)])
+def test_experts_are_divided_with_shards_or_stages_and_recompute(pool: Pool, other: str) -> None:
     """Norms of heads and routers compute in fp32, or gradients would be as exact as those of dense models."""
-    pieces = [
-        Piece("hf_moe", {"ranks": 4, "pp": 1, "dp_shard": 2, "tp": 2}),
-        Piece("hf_moe", {"ranks": 4, "pp": 2, "tp": 2}, transforms={"recompute": "all"}),
-    ]
+    piece = Piece("hf_moe", {"ranks": 4, other: 2, "tp": 2}, transforms={"recompute": "all"})
     module = MAKE["hf_moe"]()
     materialize(module, 3, name="m")
     values = {n: p.detach().double().numpy() for n, p in module.named_parameters()}
-    for results in zip(*pool.run(4, run_all, pieces, timeout=300), strict=True):
+    for results in zip(*pool.run(4, run_all, [piece], timeout=300), strict=True):
         assert worst(results) < 1e-5
         for result in results:
             assert all(np.array_equal(value, values[name]) for name, value in result["values"].items())
