@@ -153,17 +153,15 @@ def _versions() -> dict[str, str]:
 
 def _with_context(module: CausalLM, ids: Tensor, errors: dict[str, float], versions: dict[str, str]) -> Verdict:
     """Measure the other errors, and without context parallelism if that fails."""
-    try:
-        return Verdict(errors | packing_errors(module, ids), versions=versions)
-    except Exception as fault:
-        failure = _said(fault)
-    if not module.context_parallel:
-        return Verdict(errors, failure, versions=versions)
-    module.context_parallel = False
-    try:
-        return Verdict(errors | packing_errors(module, ids), context_failure=failure, versions=versions)
-    except Exception as fault:
-        return Verdict(errors, _said(fault), versions=versions)
+    failure = ""
+    while True:
+        try:
+            return Verdict(errors | packing_errors(module, ids), context_failure=failure, versions=versions)
+        except Exception as fault:
+            failure = _said(fault)
+        if not module.context_parallel:
+            return Verdict(errors, failure, versions=versions)
+        module.context_parallel = False
 
 
 def _reference(model_class: type, config: Any) -> nn.Module:

@@ -129,7 +129,10 @@ def composite_class(who: str, checkpoint: str | Path) -> tuple[Any, Any]:
     names = content.get("architectures") or [None]
     parts = sections(content)
     classes: Any = transformers.AutoModelForMultimodalLM._model_mapping
-    config = CONFIG_MAPPING[content["model_type"]].from_dict(content) if parts else None
+    try:
+        config = CONFIG_MAPPING[content["model_type"]].from_dict(content) if parts else None
+    except Exception as fault:  # transformers raises several kinds
+        raise ModelError(f"{where}: {' '.join(str(fault).split())}") from None
     for name in parts:
         part = getattr(config, name)
         if part.sub_configs and type(part) in classes:
@@ -143,7 +146,7 @@ def composite_class(who: str, checkpoint: str | Path) -> tuple[Any, Any]:
             f"{where} has neither text_config nor a section for pictures or sound, so it is of no composite; a language"
             " model alone is read by hf_causal_lm(checkpoint=...), a tower by hf_encoder(...)"
         )
-    return model_class, model_class.config_class.from_dict(content)
+    return model_class, config
 
 
 def whole_of(model_class: Any, config: Any) -> Any:

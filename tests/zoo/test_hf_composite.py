@@ -369,6 +369,7 @@ def test_what_cannot_be_split_is_refused(model_type: str, tmp_path: Path) -> Non
         ({"text_config": None, "vision_config": None}, "has neither text_config nor a section for pictures or sound"),
         ({"auto_map": {"AutoModel": "code.py"}}, "has auto_map: code from a folder is not run"),
         ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised"),
+        ({"text_config": {"num_hidden_layers": "two"}}, r"llava/config.json: .*num_hidden_layers"),
         ({"architectures": ["NewModel"]}, r"architectures=\['NewModel'\], of which transformers has no class"),
     ],
 )
