@@ -66,8 +66,6 @@ class HFWeights:
     halves, so its folders have another order of rows: :func:`pairs_to_halves`."""
     model_class: type | None = None
     """transformers class of the names. A folder's own class has precedence, and there names may have a prefix."""
-    ignored: tuple[str, ...] = ()
-    """Globs of names in such a folder that this module leaves out on purpose, beside those of transformers' class."""
     processor: Mapping[str, Any] | None = None
     """Settings of the weights' folder in :data:`PROCESSOR` that are used here."""
 

@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -254,17 +253,18 @@ def match(
         sources = sources_of(folder, weights.model_class)
     except ModelError as fault:
         raise ModelError(f"{name}: {fault}") from None
-    present = folder.names()
     prefix = prefix_of(weights.names, sources)
     names = {fqn: prefix + theirs for fqn, theirs in weights.names.items()}
     advice = QUANTISED if read_config(folder.folder).get("quantization_config") else ""
     if missing := sorted(set(names.values()) - sources.tensors.keys()):
         raise ModelError(f"{name}: {folder.folder} lacks {len(missing)} tensors, such as {missing[:3]}{advice}")
-    left = sources.placeless if sources.conversions is not None else sorted(present - set(names.values()))
-    if placeless := [theirs for theirs in left if not any(fnmatchcase(theirs, glob) for glob in weights.ignored)]:
+    placeless = sources.placeless
+    if sources.conversions is None:
+        placeless = tuple(sorted(folder.names() - set(names.values())))
+    if placeless:
         raise ModelError(
             f"{name}: {folder.folder} holds {len(placeless)} tensors this model has no place for, such as"
-            f" {placeless[:3]}{advice}"
+            f" {list(placeless[:3])}{advice}"
         )
     if odd := sorted(folder.own - (shapes.keys() - names.keys())):
         raise ModelError(

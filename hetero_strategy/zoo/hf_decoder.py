@@ -46,7 +46,6 @@ class HFCausalLM(HFAdapter, CausalLM):
         model_class: transformers' class with a head.
         config: config of this class.
         path: where the base with the blocks is in the model; None: where the only list of so many blocks is.
-        head: where the output projection is; None: where transformers says.
         checkpoint: local Hugging Face folder with the weights.
         before: change of the rows, as in :class:`CausalLM`.
 
@@ -60,7 +59,6 @@ class HFCausalLM(HFAdapter, CausalLM):
         config: Any,
         *,
         path: str | None = None,
-        head: str | None = None,
         checkpoint: str | Path | None = None,
         before: Callable[[Tensor, SequenceInputs], Tensor] | None = None,
     ) -> None:
@@ -75,7 +73,7 @@ class HFCausalLM(HFAdapter, CausalLM):
         make_norms_precise(self.model)
         self.architecture, self.config, self.text = who, self.model.config, text
         self.path, self.layers = _block_list(who, self.model, path, text.num_hidden_layers)
-        self.head_path = head or _fqn(self.model, self.model.get_output_embeddings())
+        self.head_path = _fqn(self.model, self.model.get_output_embeddings())
         packing = Packing.of(np.array([2])).to("meta")
         rows = torch.empty(1, 2, text.hidden_size, device="meta")
         with self.measured():  # experts, too, run without values
