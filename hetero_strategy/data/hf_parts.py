@@ -27,7 +27,8 @@ class Values(NamedTuple):
     """The values that a processor makes of one item."""
 
     array: np.ndarray
-    """Rows, ``[R, feature]``; or tiles, ``[..., channels, height, width]`` or ``[..., bands, frames]``."""
+    """Rows, ``[R, feature]``; or tiles, ``[..., channels, height, width]`` or ``[..., bands, frames]``. A waveform is a
+    tile of one band."""
     tile: int
     """Number of dimensions of a row or tile."""
     columns: dict[str, tuple[int, ...]]
@@ -139,6 +140,7 @@ def split(arrays: dict[str, np.ndarray], kind: str) -> Values:
         raise ConfigError(f"HFProcessor: no values among the processor's outputs {', '.join(arrays)}")
     main = max(floats, key=lambda name: arrays[name].size)
     values, columns = arrays.pop(main), dict[str, tuple[int, ...]]()
+    is_waveform = kind == "audio" and values.ndim == 2 and len(values) == 1
     for name, array in arrays.items():
         if "mask" in name and array.ndim < values.ndim and array.shape == values.shape[: array.ndim]:
             values = values[array.astype(bool)]
@@ -157,4 +159,4 @@ def split(arrays: dict[str, np.ndarray], kind: str) -> Values:
                 f" most {MOST_NUMBERS} whole numbers of one name have a place in an item's sizes"
             )
     tile = TILE[kind]
-    return Values(values, tile if values.ndim > tile else 1, columns)
+    return Values(values, tile if values.ndim > tile or is_waveform else 1, columns)

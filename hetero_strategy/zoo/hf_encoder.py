@@ -1,11 +1,11 @@
-"""Any transformers vision tower by its folder, and a projector to the width of a language model."""
+"""Any transformers tower for pictures or sound by its folder, and a projector to the width of a language model."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from hetero_strategy.model.encoder import Encoder, Projector
 from hetero_strategy.model.hf_folder import PROCESSOR
 from hetero_strategy.model.inputs import EncoderInputs
 from hetero_strategy.zoo.hf import check_folder
+from hetero_strategy.zoo.hf_clip_tower import VALUES, ClipTower
 from hetero_strategy.zoo.hf_grid_tower import GridTower
 from hetero_strategy.zoo.hf_tile_tower import TileTower
 
@@ -44,6 +45,7 @@ def hf_encoder(
     checkpoint: str | Path,
     out_width: int,
     *,
+    media: str | None = None,
     layer: int | None = None,
     projector: str | nn.Module = "mlp",
     merge: int = 2,
@@ -51,17 +53,18 @@ def hf_encoder(
     after: Callable[[Tensor, EncoderInputs], Tensor] | None = None,
     processor: Any = None,
 ) -> Encoder:
-    """Build the vision tower of any transformers folder and a projector.
+    """Build the tower of any transformers folder and a projector.
 
     Args:
-        checkpoint: local folder of a vision model, or of a model that has one.
+        checkpoint: local folder of a model of pictures or sound, or of a model that has one.
         out_width: width of the rows of the language model.
+        media: "image" or "audio", of a model that has towers for both.
         layer: number of the wanted state as in transformers' ``hidden_states``; -1: the output behind the final norm.
-            None: -1 for a tower that merges its own patches, such as Qwen2.5-VL's, and else -2, as LLaVA does.
+            None: -2, as LLaVA does; -1 for sound, and for a tower that merges its own patches, such as Qwen2.5-VL's.
         projector: "mlp" (norm, two linear maps), "linear", "merge" (norm of each row, ``merge`` x ``merge`` rows
             joined, two linear maps, as Qwen2-VL has), "shuffle" (rows joined, norm, two linear maps, as InternVL's
             pixel shuffle), or a module that maps rows ``[R, width]``.
-        merge: side of the square of rows that "merge" and "shuffle" join.
+        merge: side of the square of rows that "merge" and "shuffle" join; of sound, the number of rows.
         before, after: functions around the encoder, as in :class:`Encoder`.
         processor: processor of files; default: transformers' own of the folder, if it has a preprocessor_config.json.
 
@@ -72,15 +75,16 @@ def hf_encoder(
     kinds = ("mlp", "linear", "merge", "shuffle")
     if not isinstance(projector, nn.Module) and projector not in kinds:
         raise ModelError(f"hf_encoder: projector={projector!r}; use {', '.join(map(repr, kinds))} or a module")
-    tower = vision_tower(checkpoint)
+    tower, media = tower_of(checkpoint, media)
     ragged = "grid_thw" in inspect.signature(tower.forward).parameters
     if layer not in (None, -1) and ragged:
         raise ModelError(
             f"hf_encoder: layer={layer}, but {type(tower).__name__} merges its patches behind its blocks; use layer=-1"
         )
     joins = merge if projector in ("merge", "shuffle") else 1
-    made = GridTower if ragged else TileTower
-    backbone = made(tower, layer=(-1 if ragged else -2) if layer is None else layer, merge=joins, checkpoint=checkpoint)
+    made = ClipTower if media == "audio" else GridTower if ragged else TileTower
+    layer = (-2 if made is TileTower else -1) if layer is None else layer
+    backbone = made(tower, layer=layer, merge=joins, checkpoint=checkpoint)
     width = backbone.width
     with torch.device("meta"):
         if projector == "mlp" or projector == "shuffle":
@@ -88,22 +92,23 @@ def hf_encoder(
         elif projector == "linear":
             projector = nn.Linear(width, out_width)
         elif projector == "merge":
-            projector = Merger(width // joins**2, joins**2, out_width)
+            projector = Merger(width // backbone.joined_rows, backbone.joined_rows, out_width)
     assert isinstance(projector, nn.Module)
     if processor is None and any((Path(checkpoint) / name).is_file() for name in (PROCESSOR, "processor_config.json")):
         from hetero_strategy.data.hf_processor import HFProcessor
 
         edge, inner = backbone.rows_of_folder()
-        processor = HFProcessor(str(checkpoint), output_rows=edge, packing_rows=inner)
-        backbone.runs_vary &= "tile" in processor.columns
+        processor = HFProcessor(str(checkpoint), media, media, output_rows=edge, packing_rows=inner)
+        backbone.runs_vary = isinstance(backbone, TileTower) and not backbone.is_whole(processor.feature)
     return Encoder(backbone, projector, width=out_width, before=before, after=after, processor=processor)
 
 
-def vision_tower(checkpoint: str | Path) -> Any:
-    """Return the vision tower of a folder's model, without values.
+def tower_of(checkpoint: str | Path, media: str | None) -> tuple[Any, Literal["image", "audio"]]:
+    """Return the tower of a folder's model, without values, and the kind of its media.
 
     Raises:
-        ModelError: the folder needs code of its own, is quantised, or transformers makes no model of it.
+        ModelError: the folder needs code of its own, is quantised, transformers makes no model of it, or it has towers
+            for pictures and sound and ``media`` is None.
     """
     import transformers
 
@@ -115,15 +120,20 @@ def vision_tower(checkpoint: str | Path) -> Any:
     except Exception as fault:  # transformers raises several kinds
         reason = " ".join(str(fault).split())
         raise ModelError(f"hf_encoder: transformers makes no model of {checkpoint}: {reason}") from None
+    parts = [part for part in whole.modules() if isinstance(part, transformers.PreTrainedModel)]
+    takes = {part: [*inspect.signature(part.forward).parameters] for part in parts}
     section = getattr(config, "vision_config", None)
-    towers = [
-        part
-        for part in whole.modules()
-        if isinstance(part, transformers.PreTrainedModel) and isinstance(part.config, type(section or config))
-    ]
-    if not towers or not {"pixel_values", "grid_thw"} & {*inspect.signature(towers[0].forward).parameters}:
-        raise ModelError(
-            f"hf_encoder: {checkpoint} is a {type(whole).__name__}, in which no part turns pictures into rows; take a"
-            " folder with a vision model"
-        )
-    return towers[0]
+    pictures = [part for part in parts if isinstance(part.config, type(section or config))]
+    clips = [part for part in parts if takes[part][0] in VALUES]
+    found: dict[str, list[Any]] = {
+        "image": [part for part in pictures if {"pixel_values", "grid_thw"} & {*takes[part]}][:1],
+        "audio": clips[-1:],  # the innermost: an encoder in an encoder-decoder
+    }
+    kinds = [kind for kind, towers in found.items() if towers and media in (None, kind)]
+    if len(kinds) != 1:
+        wanted = {"image": "pictures", "audio": "sound"}.get(str(media), "pictures or sound")
+        reason = f"in which no part turns {wanted} into rows; take a folder with such a part"
+        if kinds:
+            reason = "which has towers for both; say media='image' or media='audio'"
+        raise ModelError(f"hf_encoder: {checkpoint} is a {type(whole).__name__}, {reason}")
+    return found[kinds[0]][0], kinds[0]  # type: ignore[return-value]

@@ -16,7 +16,7 @@ from hetero_strategy.model.inputs import EncoderInputs, ImagePatches, host_index
 from hetero_strategy.zoo.hf import RowsOf
 from hetero_strategy.zoo.hf_packed import END_TO_END, use_packed_attention
 from hetero_strategy.zoo.hf_prepare import Prepare, TowerInputs
-from hetero_strategy.zoo.hf_tower import TILES, HFTower, side, some
+from hetero_strategy.zoo.hf_tower import TILES, HFTower, RowsFunction, side, some
 from hetero_strategy.zoo.siglip2 import merge_order
 
 
@@ -111,5 +111,5 @@ class GridTower(HFTower):
         return RowsOf(3)(sizes)
 
     @override
-    def rows_of_folder(self) -> tuple[RowsOf, RowsOf]:
+    def rows_of_folder(self) -> tuple[RowsFunction, RowsFunction]:
         return RowsOf(3, 0, self.inner_rows // self.outer_rows), RowsOf(3)

@@ -126,24 +126,35 @@ class Absent(nn.Module):
     Args:
         received: list that has the received rows while a forward runs; None: the block's input.
         ends: whether the forward ends here, because the next blocks are in a later stage.
+        results: length of the tuple in which the rows are the first result; 0: the rows alone.
     """
 
-    def __init__(self, received: list[Tensor] | None, ends: bool) -> None:
+    def __init__(self, received: list[Tensor] | None, ends: bool, results: int) -> None:
         super().__init__()
-        self._received, self._ends = received, ends
+        self._received, self._ends, self._results = received, ends, results
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._ends:
             raise Reached(first_argument(args, kwargs))
-        return self._received[0] if self._received else first_argument(args, kwargs)
+        rows = self._received[0] if self._received else first_argument(args, kwargs)
+        return (rows, *[None] * (self._results - 1)) if self._results else rows
 
 
 class Hollow(StandIn):
-    """A stand-in for a part of an earlier stage: it returns zeros of the right shapes, found on the meta device."""
+    """A stand-in for a part of an earlier stage: it returns zeros of the right shapes, found on the meta device.
 
-    def __init__(self, part: nn.Module) -> None:
+    Its own tensors, which a forward may read, are zeros on the device of the rows received from the earlier stage.
+    """
+
+    def __init__(self, part: nn.Module, received: list[Tensor]) -> None:
         super().__init__(like=without_values(part))  # no submodule: it has no parameters here
+        self.__dict__["received"] = received
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return zeros_like(value, self.__dict__["received"][0].device) if isinstance(value, Tensor) else value
 
     @override
     @torch.no_grad()
@@ -154,7 +165,12 @@ class Hollow(StandIn):
                 Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), (args, kwargs)
             )
             made = self.__dict__["like"](*args, **kwargs)
-        return tree_map_only(Tensor, lambda x: torch.zeros(1, dtype=x.dtype, device=device).expand(x.shape), made)
+        return tree_map_only(Tensor, lambda x: zeros_like(x, device), made)
+
+
+def zeros_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return zeros of a tensor's shape and dtype, which take no memory."""
+    return torch.zeros(1, dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 def without_values(module: nn.Module) -> Any:

@@ -15,7 +15,7 @@ from hetero_strategy import ragged
 from hetero_strategy.errors import DataError, ModelError
 from hetero_strategy.model.inputs import EncoderInputs, ImagePatches, Packing, host_index
 from hetero_strategy.zoo.hf import RowsOf
-from hetero_strategy.zoo.hf_tower import TILES, HFTower, side, some
+from hetero_strategy.zoo.hf_tower import TILES, HFTower, RowsFunction, side, some
 
 
 class TileTower(HFTower):
@@ -187,5 +187,5 @@ class TileTower(HFTower):
         return RowsOf(2, self.class_rows)(sizes)
 
     @override
-    def rows_of_folder(self) -> tuple[RowsOf, RowsOf]:
+    def rows_of_folder(self) -> tuple[RowsFunction, RowsFunction]:
         return RowsOf(0, (self.outer_rows - self.class_rows) // self.joined_rows), RowsOf(0, self.inner_rows)

@@ -18,11 +18,13 @@ from hetero_strategy.model.adapter import block_linear_flops, previous_rows
 from hetero_strategy.model.attention import attention_pairs
 from hetero_strategy.model.encoder import Backbone
 from hetero_strategy.model.inputs import EncoderInputs, runs_of
-from hetero_strategy.zoo.hf import HFAdapter, RowsOf, matmul_weights
+from hetero_strategy.zoo.hf import HFAdapter, matmul_weights
 from hetero_strategy.zoo.hf_stand_ins import Absent, Hollow, Reached, stop
 from hetero_strategy.zoo.hf_tp import divide_heads, faults_by_names, plan_by_names
 from hetero_strategy.zoo.hf_trace import trace
 
+RowsFunction = Callable[[np.ndarray], np.ndarray]
+"""A function of sizes, int64 ``[n, k]``, to rows, int64 ``[n]``; it is pickled."""
 TILES = 2
 """Number of items in a trace."""
 
@@ -71,7 +73,7 @@ class HFTower(HFAdapter, Backbone):
         self.block_list = f"model.{found.block_list}"
         self.before_blocks = tuple(f"model.{fqn}" for fqn in found.before)
         self.after_blocks = tuple(f"model.{fqn}" for fqn in found.after)
-        self.needed = found.blocks
+        self.needed, self.results = found.blocks, found.results
         for fqn in found.unreached:
             model.get_parameter(fqn).requires_grad_(False)
         blocks = model.get_submodule(found.block_list)
@@ -97,7 +99,7 @@ class HFTower(HFAdapter, Backbone):
         """Run this stage, see :meth:`forward`."""
         raise NotImplementedError
 
-    def rows_of_folder(self) -> tuple[RowsOf, RowsOf]:
+    def rows_of_folder(self) -> tuple[RowsFunction, RowsFunction]:
         """Return the functions of sizes of transformers' own processor to rows, at the edge and inside the tower."""
         raise NotImplementedError
 
@@ -116,11 +118,11 @@ class HFTower(HFAdapter, Backbone):
         last = max(number for number, name in enumerate(names) if f"{self.block_list}.{name}" not in set(blocks))
         for number, name in enumerate(names):
             if f"{self.block_list}.{name}" in set(blocks):
-                container._modules[name] = Absent(None if number else self._received, number > last)
+                container._modules[name] = Absent(None if number else self._received, number > last, self.results)
         for fqn in (*self.before_blocks * before, *self.after_blocks * after):
             owner, _, key = fqn.rpartition(".")
             part = self.get_submodule(fqn) if before and fqn in self.before_blocks else None
-            setattr(self.get_submodule(owner), key, None if part is None else Hollow(part))
+            setattr(self.get_submodule(owner), key, None if part is None else Hollow(part, self._received))
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 

@@ -7,13 +7,14 @@ ask of attention, and autograd notes which parameters reach the output.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -39,6 +40,8 @@ class Trace:
     """Shape of the first block's input."""
     rows_out: tuple[int, ...]
     """Shape of the output."""
+    results: int = 0
+    """Length of the tuple that a block returns; 0: rows alone."""
 
 
 def trace(model: nn.Module, path: str, run: Callable[[Any], Tensor], layer: int | None) -> Trace:
@@ -73,8 +76,8 @@ def trace(model: nn.Module, path: str, run: Callable[[Any], Tensor], layer: int 
         except Reached as reached:
             rows = reached.rows
     named = dict(meta.named_parameters())
-    gradients = torch.autograd.grad(rows.sum(), list(named.values()), allow_unused=True)
-    unreached = {fqn for fqn, gradient in zip(named, gradients, strict=True) if gradient is None}
+    late, early = (_reaching(named, result) for result in (rows, seen.first))
+    unreached = {*named} - late - early
     needed = max(
         n
         for n in range(1, wanted + 1)
@@ -83,11 +86,20 @@ def trace(model: nn.Module, path: str, run: Callable[[Any], Tensor], layer: int 
     return Trace(
         block_list,
         needed,
-        *seen.around(unreached, needed),
+        *seen.around(unreached, needed, early - late),
         tuple(fqn for fqn in named if fqn in unreached),
-        seen.rows_in,
+        tuple(seen.first.shape),
         tuple(rows.shape),
+        seen.results,
     )
+
+
+def _reaching(named: Mapping[str, Tensor], result: Tensor) -> set[str]:
+    """Return the names of the parameters on which a result depends."""
+    if not result.requires_grad:
+        return set()
+    gradients = torch.autograd.grad(result.sum(), list(named.values()), allow_unused=True)
+    return {fqn for fqn, gradient in zip(named, gradients, strict=True) if gradient is not None}
 
 
 def longest_list(tower: nn.Module, path: str) -> tuple[str, list[nn.Module]]:
@@ -107,8 +119,10 @@ class _Seen:
         self._ended, self._begun = 0, 0
         self._moments: dict[str, set[tuple[int, int]]] = {}
         """Part -> numbers of blocks that had begun and ended when it ran."""
-        self.rows_in: tuple[int, ...] = ()
-        """Shape of the first block's input."""
+        self.first: Any = None
+        """Input of the first block, which gets a copy of it that depends on nothing before the blocks."""
+        self.results = 0
+        """Length of the tuple that a block returns; 0: rows alone."""
         self.hooks: list[RemovableHandle] = []
         for number, block in enumerate(model.get_submodule(block_list).children()):
             self.hooks.append(block.register_forward_pre_hook(partial(self._begin, number), with_kwargs=True))
@@ -117,10 +131,13 @@ class _Seen:
             if not self._holds_blocks(fqn) and not fqn.startswith(f"{block_list}."):
                 self.hooks.append(part.register_forward_pre_hook(partial(self._note, fqn)))
 
-    def around(self, unreached: set[str], needed: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def around(
+        self, unreached: set[str], needed: int, early: Collection[str] = ()
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the outermost parts before the blocks, and those after them or in no path to the output.
 
-        A part that runs between blocks, or whose parameters are read without it, is in neither.
+        A part that runs between blocks is in neither, nor one whose parameters are read without it, unless they are
+        ``early``, which the first block's input alone depends on.
         """
         before: list[str] = []
         after = [f"{self._block_list}.{name}" for name, _ in self._children(self._block_list) if int(name) >= needed]
@@ -142,7 +159,7 @@ class _Seen:
                 runs_between = any(begun and ended < needed for begun, ended in inside)
                 if not runs_between and (names <= unreached or (moments and all(n >= needed for _, n in moments))):
                     after.append(fqn)
-                elif moments and not any(begun for begun, _ in moments):
+                elif not any(begun for begun, _ in moments) if moments else names <= {*early}:
                     before.append(fqn)
                 elif self._holds_blocks(fqn) or not moments:
                     waiting.append(fqn)
@@ -157,13 +174,16 @@ class _Seen:
     def _note(self, fqn: str, *_: Any) -> None:
         self._moments.setdefault(fqn, set()).add((self._begun, self._ended))
 
-    def _begin(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._begun = max(self._begun, number + 1)
-        if not number:
-            self.rows_in = tuple(first_argument(args, kwargs).shape)
+        if number:
+            return None
+        self.first = first_argument(args, kwargs)
+        return tree_map_only(Tensor, lambda x: x.detach() if x is self.first else x, (args, kwargs))
 
-    def _end(self, number: int, *_: Any) -> None:
+    def _end(self, number: int, block: nn.Module, args: Any, result: Any) -> None:
         self._ended = max(self._ended, number + 1)
+        self.results = max(self.results, len(result) if isinstance(result, tuple) else 0)
 
 
 class Parts(NamedTuple):
@@ -220,9 +240,8 @@ def parts_of(base: nn.Module, layers: str, run: Callable[[nn.Module], Any]) -> P
     around = seen.around(set(), len(blocks))
     before, after = (list(dict.fromkeys(fqn.partition(".")[0] for fqn in fqns)) for fqns in around)
     traced = list(blocks.values())
-    results = max((block.results for block in traced), default=0)
     finish = _finish(traced[-1].returned, calls, result) if traced else None
-    return Parts(before, after, [block.calls for block in traced], results, finish)
+    return Parts(before, after, [block.calls for block in traced], seen.results, finish)
 
 
 class _Call(NamedTuple):
@@ -290,6 +309,5 @@ class _Traced(StandIn):
                 f"{type(self.__dict__['like']).__name__}: a block keeps something for later blocks ({filled[0]}), which"
                 " those of other stages would lack; such layers are not built"
             )
-        self.__dict__["results"] = len(result) if isinstance(result, tuple) else 0
         self.__dict__["returned"] = first_of(result), first_of(result)._version
         return result
