@@ -291,7 +291,7 @@ def test_folders_that_are_no_encoders_are_refused(folder: Path, tmp_path: Path) 
         hf_encoder(folder, WIDTH, projector="merge", merge=3)
     config = transformers.LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     config.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="is a LlamaModel, in which no part turns pictures into rows"):
+    with pytest.raises(ModelError, match="is a LlamaModel, in which no part turns pictures or sound into rows"):
         hf_encoder(tmp_path, WIDTH)
     for field, words in (("auto_map", "code from a folder is not run"), ("quantization_config", "quantised")):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip", field: {"a": "b"}}))
