@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -179,7 +178,9 @@ class _Seen:
         if number:
             return None
         self.first = first_argument(args, kwargs)
-        return tree_map_only(Tensor, lambda x: x.detach() if x is self.first else x, (args, kwargs))
+        if args:
+            return (self.first.detach(), *args[1:]), kwargs
+        return args, {**kwargs, next(iter(kwargs)): self.first.detach()}
 
     def _end(self, number: int, block: nn.Module, args: Any, result: Any) -> None:
         self._ended = max(self._ended, number + 1)
