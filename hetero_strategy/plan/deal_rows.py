@@ -35,6 +35,8 @@ EVEN = 0.01
 """Share of a rank's time by which ranks may differ before more of them share a sequence."""
 SPREADS = (1, 2, 4, 8)
 """Times the fewest ranks that hold a sequence over which it is cut, in turn until ranks are even."""
+KEYS_SEEN = 0.75
+"""Share of the keys of a cut sequence that a rank sees, in estimates."""
 SWAPS = 32
 """Most exchanges of two blocks."""
 
@@ -119,14 +121,16 @@ def deal_rows(
     for spread in SPREADS if len(lengths) > 1 else ():
         shares = _whole_first(lengths, pairs, ranks, slack, spread)
         expected = _expected(shares, lengths, pairs, ranks, cost)
-        if expected < fewest:
-            best, fewest = shares, expected
+        if expected >= fewest:
+            break
+        best, fewest = shares, expected
         if expected <= (1 + EVEN) * least:
             break
     chosen = _cut(lengths if len(lengths) > 1 else total, mask, ranks, best, "auto", slack)
     time = _time(chosen, mask, ranks, cost)
     if len(lengths) > 1 and time > (1 + EVEN) * least:
-        for form in ("zigzag", "blocks"):
+        blocks_time = least + cost.key * (KEYS_SEEN - 1 / ranks) * total[0]
+        for form in ("zigzag", "blocks") if blocks_time < time else ("zigzag",):
             other = _cut(total, mask, ranks, everything, form, slack)
             if (needed := _time(other, mask, ranks, cost)) < time:
                 chosen, time = other, needed
@@ -158,7 +162,7 @@ def _expected(shares: _Shares, lengths: np.ndarray, pairs: np.ndarray, ranks: in
     """Return about :func:`_time` of shares, before they are cut."""
     sequence, rank, rows = shares
     whole = lengths[sequence]
-    lacked = np.maximum(0.75 * whole - rows, 0) * (rows < whole)
+    lacked = np.maximum(KEYS_SEEN * whole - rows, 0) * (rows < whole)
     work = cost.row * rows + cost.pair * (pairs / np.maximum(lengths, 1))[sequence] * rows + cost.key * lacked
     return float(np.bincount(rank, work, minlength=ranks).max())
 

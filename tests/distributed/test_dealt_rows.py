@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hetero_strategy.errors import DataError
 from hetero_strategy.testing import Pool
 from tests.distributed.exact import Given, compare, expected, on, run_together, setting_of
-from tests.distributed.stepping import OnRank, Setting, Stepped
+from tests.distributed.stepping import SAMPLES, OnRank, Setting, Stepped
 
 pytestmark = pytest.mark.distributed
 
@@ -29,9 +30,9 @@ def setting_with(folders: dict[bool, str], cp: int, way: str, order: str = "auto
     return setting_of(folders, layouts, schedule, **options)
 
 
-def check(pool: Pool, settings: Sequence[Setting]) -> list[Stepped]:
+def check(pool: Pool, settings: Sequence[Setting], microbatches: int = 2) -> list[Stepped]:
     """Compare all settings of one world with one process, and return the steps of the first rank."""
-    given: dict[str, Given] = {str(k): (one, expected(one), (2,), 0) for k, one in enumerate(settings)}
+    given: dict[str, Given] = {str(k): (one, expected(one), (microbatches,), 0) for k, one in enumerate(settings)}
     found = run_together(pool, given)
     for name, (_, wanted, *_) in given.items():
         compare(wanted, found[name], name)
@@ -50,6 +51,14 @@ def test_gradients_are_those_of_one_process(
 ) -> None:
     steps = check(pool, [setting_with(folders, cp, way) for way in ways])
     assert all(pieces(step) > cp for step in steps)
+
+
+def test_instances_without_samples_and_with_few_rows_take_part(pool: Pool, folders: dict[bool, str]) -> None:
+    """A sample a microbatch: one of two instances has alignment rows alone, fewer than a block of each rank."""
+    (step,) = check(pool, [setting_with(folders, 2, "dp")], SAMPLES)
+    counts = [np.diff(one.offsets).tolist() for one in step.plan.assignments["llm"]]
+    assert all(sorted(of) == [0, 1] for of in counts)
+    assert all(one.order is not None and one.totals().min() == 4 for one in step.plan.assignments["llm"])
 
 
 @pytest.mark.parametrize("order", ["zigzag", "blocks"])

@@ -244,6 +244,8 @@ class _Drawing:
                     {"dp_replicate": 2 * many, "dp_shard": 3 * many, "cp": 3 * cuts, "tp": 3 * heads, "pp": 4}
                 )
                 found[degree] *= factor
+        if found["cp"] > 1:
+            found["cp_order"] = self.rng.choice(("auto", "auto", "zigzag", "blocks"))
         return found
 
     def schedule(self, pipelined: Sequence[str]) -> str:
