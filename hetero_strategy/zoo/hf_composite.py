@@ -7,6 +7,7 @@ No family is named here. The decoder and the towers are those that the class its
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hetero_strategy.zoo.hf_check import checked
 from hetero_strategy.zoo.hf_composed import HFComposedLM, composite_class, decoder_path, keep_only, sections, whole_of
 from hetero_strategy.zoo.hf_decoder import HFCausalLM
 from hetero_strategy.zoo.hf_features import HFFeatures
+from hetero_strategy.zoo.hf_frame_tower import FrameTower
 from hetero_strategy.zoo.hf_grid_tower import GridTower
 
 MEDIA = {"vision": "image", "audio": "audio"}
@@ -110,7 +112,14 @@ def encoder_of(whole: Any, kind: str, *, checkpoint: str | Path | None = None, p
     owner = next(fqn for fqn, part in whole.named_modules() if part is base)
     keep_only(whole, tuple(f"{owner}.{name}".lstrip(".") for name in own))
     columns = getattr(processor, "columns", {})
-    if "grid_thw" in inspect.signature(type(tower).forward).parameters:
+    takes = inspect.signature(type(tower).forward).parameters
+    if "feature_lens" in takes:
+        column = columns.get("feature_attention_mask")
+        backbone = FrameTower(whole, path=tower_path, checkpoint=checkpoint, grid=column)
+        if processor is not None and processor.packing_rows is None:
+            processor = replace(processor, packing_rows=backbone.rows_of_folder()[1])
+        return Encoder(backbone, nn.Identity(), width=backbone.width, processor=processor)
+    if "grid_thw" in takes:
         deep = bool(getattr(tower.config, "deepstack_visual_indexes", None))
         backbone = GridTower(whole, path=tower_path, deepstack=deep, checkpoint=checkpoint, grid=columns.get(GRID))
         return Encoder(backbone, nn.Identity(), width=backbone.width, processor=processor)

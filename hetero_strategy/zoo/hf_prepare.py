@@ -34,6 +34,8 @@ class TowerInputs(EncoderInputs):
 
     columns: dict[str, Any] = field(default_factory=dict, kw_only=True)
     """Keyword arguments of the tower's forward."""
+    moved: dict[str, Any] = field(default_factory=dict, kw_only=True)
+    """Keyword arguments that have values in other places: int64 numbers of values."""
     prepare: Prepare = field(kw_only=True)
 
     @override
@@ -43,10 +45,13 @@ class TowerInputs(EncoderInputs):
 
 @dataclass(frozen=True)
 class _Result:
-    """A placeholder in the arguments of a step for the grids or for a result of an earlier step."""
+    """A placeholder in the arguments of a step for the grids, the values (-2) or a result of an earlier step."""
 
     step: int = -1
     number: int = 0
+
+
+VALUES = _Result(-2)
 
 
 class Prepare:
@@ -56,6 +61,9 @@ class Prepare:
         least: sizes ``(t, h, w)`` of the item that stands in where there are none.
         grid: columns of the grid in items' sizes; sizes that end before them end with the grid.
     """
+
+    argument = "grid_thw"
+    """Name of the grids among the arguments of the tower's forward."""
 
     def __init__(self, least: tuple[int, int, int], grid: slice | None = None) -> None:
         self.least, self.grid = least, grid
@@ -70,27 +78,38 @@ class Prepare:
         grids = sizes[:, -3:] if sizes.shape[1] > 2 else np.insert(sizes, 0, 1, axis=1)
         return torch.from_numpy(np.ascontiguousarray(grids))
 
+    def numbers(self, inputs: EncoderInputs) -> Tensor | None:
+        """Return numbers, in floating point, that functions which move values move in their place."""
+        return None
+
     def __call__(self, inputs: EncoderInputs) -> TowerInputs:
-        results: list[list[Any]] = [[grids := self.grids(inputs.sizes)]]
-        columns: dict[str, Any] = {"grid_thw": grids}
+        results: list[list[Any]] = [[self.numbers(inputs)], [grids := self.grids(inputs.sizes)]]
+        columns, moved = dict[str, Any]({self.argument: grids}), dict[str, Any]()
         for function, arguments, names in self._steps:
+            moves = any(isinstance(argument, _Result) and argument == VALUES for argument in arguments.values())
             made = function(**_filled(arguments, results))
             results.append(list(made) if isinstance(made, tuple) else [made])
             for name, value in zip(names, results[-1], strict=True):
                 is_bounds = isinstance(value, Tensor) and name.startswith("cu_")
                 columns[name] = Bounds(**vars(Packing.of(value.diff().numpy()))) if is_bounds else value
-        fields = {name: value for name, value in vars(inputs).items() if name not in ("columns", "prepare")}
-        return TowerInputs(**fields, columns=columns, prepare=self)
+                if moves and isinstance(value, Tensor) and value.is_floating_point():
+                    moved[name] = columns.pop(name).long()
+        fields = {name: value for name, value in vars(inputs).items() if name not in ("columns", "moved", "prepare")}
+        return TowerInputs(**fields, columns=columns, moved=moved, prepare=self)
 
     @contextmanager
-    def recording(self, tower: nn.Module, grids: Tensor) -> Iterator[Tensor]:
+    def recording(self, tower: nn.Module, grids: Tensor, empty_values: Tensor | None = None) -> Iterator[Tensor]:
         """Note every call of ``transformers.vision_utils`` by a tower's forward, which gets results without values, and
         yield the grids without values.
+
+        Args:
+            empty_values: values without values, of a tower whose functions move them.
         """
         names = vars(sys.modules[type(tower).__module__])
         empty = grids.to("meta")
-        known: dict[int, _Result] = {id(empty): _Result()}
-        values: list[list[Any]] = [[grids]]
+        known: dict[int, _Result] = {id(empty): _Result(), id(empty_values): VALUES}
+        numbers = None if empty_values is None else torch.zeros_like(empty_values, device="cpu")
+        values: list[list[Any]] = [[numbers], [grids]]
         kept: list[Any] = []  # a freed tensor's id may come again
         old = {name: function for name, function in names.items() if _takes_ready_results(function)}
 
@@ -140,4 +159,4 @@ def _takes_ready_results(function: Any) -> bool:
 
 def _filled(arguments: Mapping[str, Any], results: list[list[Any]]) -> dict[str, Any]:
     """Return noted arguments with results of earlier steps in their places."""
-    return {n: results[x.step + 1][x.number] if isinstance(x, _Result) else x for n, x in arguments.items()}
+    return {n: results[x.step + 2][x.number] if isinstance(x, _Result) else x for n, x in arguments.items()}

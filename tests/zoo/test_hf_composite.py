@@ -122,7 +122,7 @@ def _sounds(config: Any, sounds: list[int], generator: torch.Generator) -> Items
     """Sounds of some frames, padded with zeros to 96."""
     values = torch.randn(len(sounds), 16, 96, generator=generator)
     frames = torch.tensor(sounds, dtype=torch.int64)
-    given, sizes, names = {}, np.array([(1, 160 * count) for count in sounds]), ("raw_rows", "samples")
+    given, sizes, names = {}, np.array([(1, 160 * count) for count in sounds], np.int64), ("raw_rows", "samples")
     if sounds:
         given["input_features"] = values
     if config.model_type != "voxtral":
@@ -239,8 +239,6 @@ def split(model: Any, folder: Path) -> tuple[MultimodalModel, list[Sample], dict
         packing, raw = Packing.of(sizes[:, :2].prod(1)), sizes[:, 0] if sizes.shape[1] > 3 else None
         values = torch.cat([each.values for each in items])
         given[name] = EncoderInputs(values, sizes, np.array(rows), packing, raw_rows=raw)
-        if name == "audio":
-            parts.audio.columns = {"feature_attention_mask": slice(2, 3)}
     return parts, samples, given, inputs_of(parts.llm, samples, model.config, generator)
 
 

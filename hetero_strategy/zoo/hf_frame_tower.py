@@ -1,0 +1,146 @@
+"""A backbone around a transformers tower whose sounds lie end to end, such as Qwen2.5-Omni's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hetero_strategy import ragged
+from hetero_strategy.errors import ModelError
+from hetero_strategy.model.inputs import EncoderInputs, Packing
+from hetero_strategy.zoo.hf import RowsOf
+from hetero_strategy.zoo.hf_grid_tower import GridTower
+from hetero_strategy.zoo.hf_packed import END_TO_END, use_packed_attention
+from hetero_strategy.zoo.hf_prepare import Prepare, TowerInputs
+from hetero_strategy.zoo.hf_stand_ins import first_argument
+from hetero_strategy.zoo.hf_tower import TILES, some
+
+LEAST = 8
+"""Frames of the sound that stands in where there is none."""
+FRAMES, PROBES = 64, (37, 130, 1003)
+"""Frames of a sound in a trace, and numbers of frames for which a rule is tried."""
+
+
+class PrepareFrames(Prepare):
+    """A function that adds the tensors that follow from the numbers of frames; functions that move frames move their
+    numbers: 0 is a frame of padding, 1 the first one of the values.
+
+    Args:
+        bands: numbers in a frame.
+        column: column of an item's frames in its sizes; sizes that end before it end with the frames.
+    """
+
+    argument = "feature_lens"
+
+    def __init__(self, bands: int, column: slice | None) -> None:
+        super().__init__((1, 1, LEAST), column)
+        self.bands = bands
+
+    @override
+    def grids(self, sizes: np.ndarray) -> Tensor:
+        """Return the frames of each item, int64 ``[n]`` on the host, or of one stand-in."""
+        if not len(sizes):
+            return torch.tensor([LEAST], device="cpu")
+        column = sizes.shape[1] if self.grid is None else min(self.grid.stop, sizes.shape[1])
+        return torch.from_numpy(np.ascontiguousarray(sizes[:, column - 1]))
+
+    @override
+    def numbers(self, inputs: EncoderInputs) -> Tensor:
+        lengths = self.grids(inputs.sizes).numpy()
+        if not len(inputs.sizes):
+            return torch.zeros(1, int(lengths.sum()), device="cpu")
+        starts = np.arange(len(lengths)) * (inputs.values.shape[1] // self.bands)
+        return torch.from_numpy(1 + ragged.expand(starts, lengths))[None].double()
+
+
+class FrameTower(GridTower):
+    """A tower that takes ``feature_lens``: all sounds of a microbatch run end to end, in one call.
+
+    Values are padded spectrograms ``[n, bands * frames]``. The last number of an item's sizes, or the column ``grid``,
+    is how many of its frames are sound.
+    """
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        super().__init__(model, **options)
+        inside: list[int] = []
+        block = self.get_submodule(f"{self.block_list}.0")
+        handle = block.register_forward_pre_hook(
+            lambda _, args, kwargs: inside.append(first_argument(args, kwargs).shape[-2] // TILES), with_kwargs=True
+        )
+
+        def rows(frames: int, *, inner: bool) -> int:
+            with torch.no_grad(), torch.device("meta"):
+                made = self._example(model, frames, PrepareFrames(self.bands, None)).shape[0] // TILES
+            return inside[-1] if inner else made
+
+        self.rules = self._rule(partial(rows, inner=False)), self._rule(partial(rows, inner=True))
+        handle.remove()
+
+    @override
+    def read_sizes(self, tower: Any) -> None:
+        self.bands = int(tower.config.num_mel_bins)
+        self.prepare = PrepareFrames(self.bands, self.grid)
+        self.tile = (FRAMES,)
+        use_packed_attention(tower, END_TO_END)
+
+    @override
+    def rows_of(self, inputs: EncoderInputs, hidden: Tensor | None) -> Tensor:
+        if not isinstance(inputs, TowerInputs):
+            inputs = self.prepare(inputs).to(inputs.values.device)
+        columns, items = dict(inputs.columns), np.arange(len(inputs.sizes))
+        if hidden is None:
+            shape = self.bands, inputs.values.shape[1] // self.bands
+            frames = inputs.values.unflatten(1, shape).transpose(1, 2).flatten(0, 1)
+            frames = torch.cat([frames.new_zeros(1, self.bands), frames]).to(next(self.model.parameters()).dtype)
+            columns |= {name: frames[numbers[:, 0]].transpose(1, 2) for name, numbers in inputs.moved.items()}
+        else:
+            hidden = some(hidden, inputs.packing.lengths, items, self.least_rows)
+            zero = hidden.new_zeros(1)
+            columns |= {
+                name: zero.expand(len(numbers), self.bands, numbers.shape[-1]) for name, numbers in inputs.moved.items()
+            }
+        rows = self.run(lambda: self._output(self.model, inputs.values, columns), hidden, *self.lead)
+        return rows.reshape(-1, rows.shape[-1])[: None if len(items) else 0]
+
+    @property
+    def least_rows(self) -> int:
+        return int(self.packing_rows(np.array([[LEAST]]))[0])
+
+    @override
+    def run_example(self, model: Any) -> Tensor:
+        return self._example(model, FRAMES, self.prepare)
+
+    def _example(self, model: Any, frames: int, prepare: Prepare) -> Tensor:
+        values, lengths = torch.zeros(self.bands, TILES * frames), torch.tensor([frames] * TILES, device="cpu")
+        with prepare.recording(model.get_submodule(self.path), lengths, values) as empty:
+            return self._output(model, values, {prepare.argument: empty})
+
+    def _rule(self, rows: Callable[[int], int]) -> RowsOf:
+        """Return the rule of a function of frames to rows, ``(frames + shift) // divisor``, as strides make it."""
+        divisor = FRAMES // rows(FRAMES)
+        until = next((n for n in range(1, divisor) if rows(FRAMES + n) > rows(FRAMES)), divisor)
+        rule = RowsOf(1, 0, divisor, divisor - until)
+        if any(rows(probe) != rule(np.array([[probe]]))[0] for probe in PROBES):
+            raise ModelError(f"{self.architecture}: rows of a sound are no frames divided by a stride; not built")
+        return rule
+
+    @override
+    def example(self, lengths: np.ndarray) -> EncoderInputs | None:
+        """Make sounds of about so many rows, each padded to the longest."""
+        sizes = np.maximum(lengths * FRAMES // self.inner_rows, LEAST)[:, None]
+        values = torch.empty(len(sizes), self.bands * int(sizes.max(initial=LEAST)))
+        return self.prepare(EncoderInputs(values, sizes, self.output_rows(sizes), Packing.of(self.packing_rows(sizes))))
+
+    @override
+    def packing_rows(self, sizes: np.ndarray) -> np.ndarray:
+        return self.rows_of_folder()[1](sizes)
+
+    @override
+    def rows_of_folder(self) -> tuple[RowsOf, RowsOf]:
+        return self.rules
