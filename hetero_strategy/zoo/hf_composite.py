@@ -29,6 +29,8 @@ MEDIA = {"vision": "image", "audio": "audio"}
 """Name of an encoder -> kind of its media."""
 GRID = "image_grid_thw"
 """transformers' name of the sizes (t, h, w) of items whose patches lie end to end."""
+FRAMES = "feature_attention_mask"
+"""transformers' name of the mask of frames; sizes have the number of its ones."""
 
 
 def hf_composite(checkpoint: str | Path, *, check: bool = True) -> dict[str, Any]:
@@ -114,11 +116,10 @@ def encoder_of(whole: Any, kind: str, *, checkpoint: str | Path | None = None, p
     columns = getattr(processor, "columns", {})
     takes = inspect.signature(type(tower).forward).parameters
     if "feature_lens" in takes:
-        column = columns.get("feature_attention_mask")
-        backbone = FrameTower(whole, path=tower_path, checkpoint=checkpoint, grid=column)
-        if processor is not None and processor.packing_rows is None:
-            processor = replace(processor, packing_rows=backbone.rows_of_folder()[1])
-        return Encoder(backbone, nn.Identity(), width=backbone.width, processor=processor)
+        sounds = FrameTower(whole, path=tower_path, checkpoint=checkpoint, grid=columns.get(FRAMES))
+        if processor is not None:
+            processor = replace(processor, packing_rows=sounds.rows_of_folder()[1])
+        return Encoder(sounds, nn.Identity(), width=sounds.width, processor=processor)
     if "grid_thw" in takes:
         deep = bool(getattr(tower.config, "deepstack_visual_indexes", None))
         backbone = GridTower(whole, path=tower_path, deepstack=deep, checkpoint=checkpoint, grid=columns.get(GRID))

@@ -24,9 +24,8 @@ from hetero_strategy.model.inputs import EncoderInputs
 from hetero_strategy.zoo.hf import HFAdapter, RowsOf, initialize_by_rule, matmul_weights
 from hetero_strategy.zoo.hf_trace import Trace, longest_list, trace
 
-NUMBERS = {"image": ("image_sizes", "original_image_sizes"), "audio": ("feature_attention_mask", "input_features_mask")}
-"""Numbers of items that a features method may take; an item that stands in has the size of its tile there. A mask has
-ones in the first frames, whose number is in the sizes."""
+NUMBERS = {"image": ("image_sizes", "original_image_sizes"), "audio": ()}
+"""Numbers of items that a features method may take; an item that stands in has the size of its picture there."""
 
 
 class HFFeatures(HFAdapter, Encoder):
@@ -137,8 +136,7 @@ class HFFeatures(HFAdapter, Encoder):
         if reads_values:
             self.__dict__.update(reads_values)
             tower = whole.get_submodule(tower_path)
-            inside = self.frames // 2 if self.side is None else (self.side // tower.config.patch_size) ** 2
-            rows = (self.tiles, inside, tower.config.hidden_size)
+            rows = (self.tiles, (self.side // tower.config.patch_size) ** 2, tower.config.hidden_size)
             return Trace(longest_list(tower, tower_path)[0], 0, (), (), (), rows, rows)
         reasons = dict.fromkeys(f"{type(fault).__name__} {' '.join(str(fault).split())}" for fault in faults)
         raise ModelError(f"{type(whole).__name__}.{self.method} does not run on tiles: {'; '.join(reasons)}")
@@ -160,9 +158,7 @@ class HFFeatures(HFAdapter, Encoder):
         if self.runs_vary:
             made = self._one_by_one(values, inputs, numbers)
         else:
-            tile = self._tile(values.shape[1])
-            numbers = {name: _as_taken(name, each, tile, values.device) for name, each in numbers.items()}
-            made = self._features(self.projector, values.unflatten(1, tile), numbers)
+            made = self._features(self.projector, values.unflatten(1, self._tile(values.shape[1])), numbers)
         if len(made) != int(inputs.rows.sum()):
             raise DataError(self._miscounted(made, inputs))
         return made
@@ -192,9 +188,8 @@ class HFFeatures(HFAdapter, Encoder):
         """Return a tile of zeros and its numbers."""
         shape = (self.leading, self.side, self.side) if self.media == "image" else (self.leading, self.frames)
         tiles = torch.zeros(1, *shape) if like is None else like.new_zeros(1, *shape)
-        size = torch.tensor([shape[1:]], device="cpu")
-        numbers = {name: _as_taken(name, size, shape, tiles.device) for name in self.numbers}
-        return tiles.expand(self.tiles, *shape), numbers
+        size = torch.tensor([[self.side or 0, self.side or 0]], device="cpu")
+        return tiles.expand(self.tiles, *shape), dict.fromkeys(self.numbers, size)
 
     def _example(self, whole: Any) -> Tensor:
         return self._features(whole.base_model, *self._blank(None))
@@ -262,13 +257,6 @@ class Borrowed(nn.Module):
 def _channels(config: Any, kind: str) -> int:
     names = ("num_channels", "in_channels") if kind == "image" else ("num_mel_bins",)
     return int(next(value for name in names if (value := getattr(config, name, None))))
-
-
-def _as_taken(name: str, numbers: Tensor, tile: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return numbers of items as a features method takes them: a mask bool ``[n, frames]`` in the place of counts."""
-    if not name.endswith("mask"):
-        return numbers
-    return torch.arange(tile[-1], device=device) < numbers.to(device, non_blocking=True)
 
 
 def _flat(rows: Any) -> list[Tensor]:

@@ -86,7 +86,6 @@ class FrameTower(GridTower):
     def read_sizes(self, tower: Any) -> None:
         self.bands = int(tower.config.num_mel_bins)
         self.prepare = PrepareFrames(self.bands, self.grid)
-        self.tile = (FRAMES,)
         use_packed_attention(tower, END_TO_END)
 
     @override

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -502,6 +503,41 @@ def test_pictures_of_many_sizes_run_one_by_one(tmp_path: Path) -> None:
     of_model = dict(model.named_parameters())
     trained = [(n, p) for n, p in vision.named_parameters() if p.requires_grad]
     assert all(difference(p.grad, of_model[vision.origin[name]].grad) < 1e-4 for name, p in trained)
+
+
+def test_sounds_run_end_to_end(tmp_path: Path) -> None:
+    """Stages of Qwen2.5-Omni's tower are the whole bit for bit, with gradients of two microbatches added up."""
+    parts, _, given, _ = split(built(tiny("qwen2_5_omni_thinker")), tmp_path)
+    audio: Any = parts.audio.train()
+    tower, sounds = audio.backbone, given["audio"]
+    frozen = [name for name, parameter in audio.named_parameters() if not parameter.requires_grad]
+    assert frozen == ["backbone.model.model.audio_tower.audio_bos_eos_token.weight"]
+    assert tower.output_rows(sounds.sizes).tolist() == sounds.rows.tolist()
+    sounds = replace(sounds, packing=Packing.of(tower.packing_rows(sounds.sizes)))
+    weights = torch.randn(int(sounds.rows.sum()), audio.width)
+    blocks = list(audio.blocks())
+    one, two = (
+        audio.stage(blocks[:1], first=True, last=False),
+        audio.stage(blocks[1:], first=False, last=True),
+    )
+    assert torch.equal(audio(pickle.loads(pickle.dumps(tower.prepare))(sounds)), audio(sounds))  # made by a loader
+    for sign in (1, -2):
+        (audio(sounds) * weights * sign).sum().backward()
+    wanted = {name: p.grad for name, p in audio.named_parameters() if p.requires_grad}
+    audio.zero_grad()
+    for sign in (1, -2):
+        hidden = one(sounds)
+        received = hidden.detach().requires_grad_()
+        (two(sounds, hidden=received) * weights * sign).sum().backward()
+        hidden.backward(received.grad)
+    found = dict(audio.named_parameters())
+    assert all(torch.equal(found[name].grad, gradient) for name, gradient in wanted.items())
+    none = EncoderInputs(sounds.values[:0], sounds.sizes[:0], sounds.rows[:0], Packing.of(np.zeros(0, np.int64)))
+    audio.zero_grad()
+    audio(none).sum().backward()
+    assert audio(none).shape == (0, 64) and all(not found[name].grad.any() for name in wanted)
+    example = audio.example(np.array([40, 80]))
+    assert example.packing.lengths.tolist() == [40, 80] and len(audio(example)) == example.rows.sum()
 
 
 def test_only_rows_of_items_take_another_token(tmp_path: Path) -> None:
