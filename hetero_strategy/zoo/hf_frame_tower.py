@@ -14,7 +14,7 @@ from typing_extensions import override
 from hetero_strategy import ragged
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.inputs import EncoderInputs, Packing
-from hetero_strategy.zoo.hf import RowsOf
+from hetero_strategy.zoo.hf_clip_tower import RowsOfClips
 from hetero_strategy.zoo.hf_grid_tower import GridTower
 from hetero_strategy.zoo.hf_packed import END_TO_END, use_packed_attention
 from hetero_strategy.zoo.hf_prepare import Prepare, TowerInputs
@@ -33,22 +33,21 @@ class PrepareFrames(Prepare):
 
     Args:
         bands: numbers in a frame.
-        column: column of an item's frames in its sizes; sizes that end before it end with the frames.
+        column: column of an item's frames in its sizes.
     """
 
     argument = "feature_lens"
 
-    def __init__(self, bands: int, column: slice | None) -> None:
-        super().__init__((1, 1, LEAST), column)
-        self.bands = bands
+    def __init__(self, bands: int, column: int) -> None:
+        super().__init__((1, 1, LEAST))
+        self.bands, self.column = bands, column
 
     @override
     def grids(self, sizes: np.ndarray) -> Tensor:
         """Return the frames of each item, int64 ``[n]`` on the host, or of one stand-in."""
         if not len(sizes):
             return torch.tensor([LEAST], device="cpu")
-        column = sizes.shape[1] if self.grid is None else min(self.grid.stop, sizes.shape[1])
-        return torch.from_numpy(np.ascontiguousarray(sizes[:, column - 1]))
+        return torch.from_numpy(np.ascontiguousarray(sizes[:, self.column]))
 
     @override
     def numbers(self, inputs: EncoderInputs) -> Tensor:
@@ -62,8 +61,8 @@ class PrepareFrames(Prepare):
 class FrameTower(GridTower):
     """A tower that takes ``feature_lens``: all sounds of a microbatch run end to end, in one call.
 
-    Values are padded spectrograms ``[n, bands * frames]``. The last number of an item's sizes, or the column ``grid``,
-    is how many of its frames are sound.
+    Values are padded spectrograms ``[n, bands * frames]``. How many of an item's frames are sound is the last number of
+    its sizes, or that in the column ``grid``.
     """
 
     def __init__(self, model: Any, **options: Any) -> None:
@@ -76,7 +75,7 @@ class FrameTower(GridTower):
 
         def rows(frames: int, *, inner: bool) -> int:
             with torch.no_grad(), torch.device("meta"):
-                made = self._example(model, frames, PrepareFrames(self.bands, None)).shape[0] // TILES
+                made = self._example(model, frames, PrepareFrames(self.bands, -1)).shape[0] // TILES
             return inside[-1] if inner else made
 
         self.rules = self._rule(partial(rows, inner=False)), self._rule(partial(rows, inner=True))
@@ -84,8 +83,8 @@ class FrameTower(GridTower):
 
     @override
     def read_sizes(self, tower: Any) -> None:
-        self.bands = int(tower.config.num_mel_bins)
-        self.prepare = PrepareFrames(self.bands, self.grid)
+        self.bands, self.column = int(tower.config.num_mel_bins), -1 if self.grid is None else self.grid.stop - 1
+        self.prepare = PrepareFrames(self.bands, self.column)
         use_packed_attention(tower, END_TO_END)
 
     @override
@@ -96,20 +95,17 @@ class FrameTower(GridTower):
         if hidden is None:
             shape = self.bands, inputs.values.shape[1] // self.bands
             frames = inputs.values.unflatten(1, shape).transpose(1, 2).flatten(0, 1)
-            frames = torch.cat([frames.new_zeros(1, self.bands), frames]).to(next(self.model.parameters()).dtype)
-            columns |= {name: frames[numbers[:, 0]].transpose(1, 2) for name, numbers in inputs.moved.items()}
+            frames, dtype = torch.cat([frames.new_zeros(1, self.bands), frames]), next(self.model.parameters()).dtype
+            columns |= {name: frames[numbers[:, 0]].to(dtype).transpose(1, 2) for name, numbers in inputs.moved.items()}
         else:
-            hidden = some(hidden, inputs.packing.lengths, items, self.least_rows)
+            inner = self.rules[1]
+            hidden = some(hidden, inputs.packing.lengths, items, (LEAST + inner.shift) // inner.divisor)
             zero = hidden.new_zeros(1)
             columns |= {
                 name: zero.expand(len(numbers), self.bands, numbers.shape[-1]) for name, numbers in inputs.moved.items()
             }
         rows = self.run(lambda: self._output(self.model, inputs.values, columns), hidden, *self.lead)
         return rows.reshape(-1, rows.shape[-1])[: None if len(items) else 0]
-
-    @property
-    def least_rows(self) -> int:
-        return int(self.packing_rows(np.array([[LEAST]]))[0])
 
     @override
     def run_example(self, model: Any) -> Tensor:
@@ -120,26 +116,31 @@ class FrameTower(GridTower):
         with prepare.recording(model.get_submodule(self.path), lengths, values) as empty:
             return self._output(model, values, {prepare.argument: empty})
 
-    def _rule(self, rows: Callable[[int], int]) -> RowsOf:
+    def _rule(self, rows: Callable[[int], int]) -> RowsOfClips:
         """Return the rule of a function of frames to rows, ``(frames + shift) // divisor``, as strides make it."""
         divisor = FRAMES // rows(FRAMES)
         until = next((n for n in range(1, divisor) if rows(FRAMES + n) > rows(FRAMES)), divisor)
-        rule = RowsOf(1, 0, divisor, divisor - until)
-        if any(rows(probe) != rule(np.array([[probe]]))[0] for probe in PROBES):
+        rule = RowsOfClips(self.column, 1, divisor - until, divisor)
+        if any(rows(probe) != (probe + rule.shift) // divisor for probe in PROBES):
             raise ModelError(f"{self.architecture}: rows of a sound are no frames divided by a stride; not built")
         return rule
 
     @override
     def example(self, lengths: np.ndarray) -> EncoderInputs | None:
         """Make sounds of about so many rows, each padded to the longest."""
-        sizes = np.maximum(lengths * FRAMES // self.inner_rows, LEAST)[:, None]
+        sizes = np.zeros((len(lengths), 1 + max(self.column, 0)), np.int64)
+        sizes[:, -1] = np.maximum(lengths * FRAMES // self.inner_rows, LEAST)
         values = torch.empty(len(sizes), self.bands * int(sizes.max(initial=LEAST)))
         return self.prepare(EncoderInputs(values, sizes, self.output_rows(sizes), Packing.of(self.packing_rows(sizes))))
 
     @override
     def packing_rows(self, sizes: np.ndarray) -> np.ndarray:
-        return self.rows_of_folder()[1](sizes)
+        return self.rules[1](sizes)
 
     @override
-    def rows_of_folder(self) -> tuple[RowsOf, RowsOf]:
+    def output_rows(self, sizes: np.ndarray) -> np.ndarray:
+        return self.rules[0](sizes)
+
+    @override
+    def rows_of_folder(self) -> tuple[RowsOfClips, RowsOfClips]:
         return self.rules

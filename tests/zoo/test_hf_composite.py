@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
-from transformers import AutoImageProcessor
+from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
 
 from hetero_strategy import checkpoint
 from hetero_strategy.checkpoint.training import TrainingState
@@ -38,6 +39,7 @@ from hetero_strategy.zoo.hf_composed import composite_class, whole_of
 from hetero_strategy.zoo.hf_composite import encoder_of, hf_composite
 from hetero_strategy.zoo.hf_positions import HFTextKind
 from tests.data.hf_folders import made
+from tests.stock import tokenizer
 from tests.zoo.composites import built, tiny
 
 FULL = pytest.mark.full
@@ -538,6 +540,49 @@ def test_sounds_run_end_to_end(tmp_path: Path) -> None:
     assert audio(none).shape == (0, 64) and all(not found[name].grad.any() for name in wanted)
     example = audio.example(np.array([40, 80]))
     assert example.packing.lengths.tolist() == [40, 80] and len(audio(example)) == example.rows.sum()
+
+
+OMNI = {
+    "image_token": "<|IMAGE|>", "audio_token": "<|AUDIO|>", "video_token": "<|VIDEO|>",
+    "vision_bos_token": "<|vision_bos|>", "vision_eos_token": "<|vision_eos|>", "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+}  # fmt: skip
+
+
+def test_sounds_come_from_files(tmp_path: Path) -> None:
+    """Rows of recordings of several lengths are those of transformers' processor and model."""
+    ends = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    classes = {"tokenizer_class": "PreTrainedTokenizerFast", "processor_class": "Qwen2_5OmniProcessor"}
+    tokenizer(tmp_path, (*ends.values(), *OMNI.values()), **classes, **ends, extra_special_tokens=OMNI)
+    kinds = {"image_processor_type": "Qwen2VLImageProcessor", "feature_extractor_type": "WhisperFeatureExtractor"}
+    sizes = {"feature_size": 16, "chunk_length": 4, "patch_size": 7}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**kinds, **sizes, **classes}))
+    texts = AutoTokenizer.from_pretrained(tmp_path)
+    ids = {f"{kind}_token_id": texts.convert_tokens_to_ids(OMNI[f"{kind}_token"]) for kind in ("image", "audio")}
+    config = tiny("qwen2_5_omni_thinker", **ids)
+    config.text_config.vocab_size = len(texts)
+    model = built(config)
+    model.save_pretrained(tmp_path)
+    audio = MultimodalModel(**hf_composite(tmp_path)).eval().audio
+    processor, wanted, loaded = audio.processor, [], []
+    for samples in (16000, 24017, 40001):
+        path = tmp_path / f"{samples}.wav"
+        soundfile.write(path, np.random.default_rng(samples).normal(size=samples) / 9, 16000)
+        measured, rows = processor.measure(path)
+        loaded.append((processor.load(path, measured), measured, rows))
+        given = AutoFeatureExtractor.from_pretrained(tmp_path)(
+            soundfile.read(path, dtype="float32")[0],
+            sampling_rate=16000,
+            return_tensors="pt",
+            return_attention_mask=True,
+        )
+        with torch.no_grad():
+            wanted.append(model.model.get_audio_features(*given.values()).last_hidden_state)
+    values, measures, counts = zip(*loaded, strict=True)
+    inputs = processor.collate(values, np.array(measures), np.array(counts))
+    assert inputs.packing.lengths.tolist() == [50, 76, 126]
+    with torch.no_grad():
+        assert difference(audio(inputs), torch.cat(wanted)) < 1e-5
 
 
 def test_only_rows_of_items_take_another_token(tmp_path: Path) -> None:
