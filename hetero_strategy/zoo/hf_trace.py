@@ -97,7 +97,7 @@ def _reaching(named: Mapping[str, Tensor], result: Tensor) -> set[str]:
     """Return the names of the parameters on which a result depends."""
     if not result.requires_grad:
         return set()
-    gradients = torch.autograd.grad(result.sum(), list(named.values()), allow_unused=True)
+    gradients = torch.autograd.grad(result.sum(), list(named.values()), retain_graph=True, allow_unused=True)
     return {fqn for fqn, gradient in zip(named, gradients, strict=True) if gradient is not None}
 
 

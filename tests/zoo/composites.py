@@ -50,6 +50,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
 """``model_type`` of a part's config -> its own fields."""
 AXES = {
     "qwen2_vl_text": [4, 2, 2], "qwen2_5_vl_text": [4, 2, 2], "glm4v_text": [4, 2, 2], "glm4v_moe_text": [2, 1, 1],
+    "glm_ocr_text": [4, 2, 2],
     "qwen2_5_omni_text": [4, 2, 2], "qwen3_5_text": [3, 3, 2], "qwen3_5_moe_text": [3, 3, 2],
 }  # fmt: skip
 """Language models whose class leaves the sections of their axes open, as no folder does -> the sections."""

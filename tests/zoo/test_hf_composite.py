@@ -51,7 +51,7 @@ SEVERAL = ("llava_next", "llava_onevision")
 """Families that cut a picture into tiles."""
 TILES = ("llava", "vipllava", "internvl", "gemma3", "paligemma", "aya_vision", "cohere2_vision", "got_ocr2")
 BATCHED = ("idefics3", "smolvlm")
-MANY = ("mistral3",)
+MANY = ("mistral3", "lighton_ocr")
 """Families with tiles of many sizes."""
 SOUNDS = ("voxtral",)
 FEW = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl", "qwen2_5_omni_thinker")
