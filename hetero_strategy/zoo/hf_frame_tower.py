@@ -118,11 +118,14 @@ class FrameTower(GridTower):
 
     def _rule(self, rows: Callable[[int], int]) -> RowsOfClips:
         """Return the rule of a function of frames to rows, ``(frames + shift) // divisor``, as strides make it."""
-        divisor = FRAMES // rows(FRAMES)
+        divisor = max(1, FRAMES // rows(FRAMES))
         until = next((n for n in range(1, divisor) if rows(FRAMES + n) > rows(FRAMES)), divisor)
         rule = RowsOfClips(self.column, 1, divisor - until, divisor)
         if any(rows(probe) != (probe + rule.shift) // divisor for probe in PROBES):
-            raise ModelError(f"{self.architecture}: rows of a sound are no frames divided by a stride; not built")
+            raise ModelError(
+                f"{self.architecture}: sounds of {list(PROBES)} frames have {[rows(probe) for probe in PROBES]} rows,"
+                " which are not frames divided by a stride; such towers are not built"
+            )
         return rule
 
     @override
