@@ -45,11 +45,17 @@ from tests.zoo.composites import built, tiny
 FULL = pytest.mark.full
 STATE = ("qwen3_5", "qwen3_5_moe")
 """Families in which positions matter in layers without a state alone."""
-GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe", "qwen2_5_omni_thinker", *STATE)
+GRIDS = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni_thinker", *STATE),
+    *("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "exaone4_5"),
+)
 """Families whose patches lie end to end."""
 SEVERAL = ("llava_next", "llava_onevision")
 """Families that cut a picture into tiles."""
-TILES = ("llava", "vipllava", "internvl", "gemma3", "paligemma", "aya_vision", "cohere2_vision", "got_ocr2")
+TILES = (
+    *("llava", "vipllava", "internvl", "gemma3", "paligemma", "aya_vision", "cohere2_vision", "got_ocr2"),
+    "deepseek_vl",
+)
 BATCHED = ("idefics3", "smolvlm")
 MANY = ("mistral3", "lighton_ocr")
 """Families with tiles of many sizes."""
