@@ -74,11 +74,12 @@ def test_what_was_skipped_is_said() -> None:
 def test_commands_are_printed_as_they_are_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = {
         "examples": [], "layouts": [], "processes": 1, "parameters": {}, "drawings": 0, "exact_match": None,
-        "checkpoint": "", "resume": "train resume=[/mnt/run]",
+        "checkpoint": "", "resume": "train resume=[/mnt/run]", "read_whole": {"vision": 12},
     }  # fmt: skip
     print_report(report, tmp_path)
     said = " ".join(capsys.readouterr().out.split())
     assert "resume train resume=[/mnt/run]" in said
+    assert "start tensors that transformers converts are read whole by every rank: 12 of vision" in said
 
 
 def test_files_that_are_no_pictures_are_shown_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
