@@ -277,9 +277,11 @@ def match(
     found |= {fqn: Stored(folder, fqn) for fqn in folder.own}
     for fqn, source in found.items():
         if source.shape != shapes[fqn]:
+            stacked = (of for of, made in sources.groups.items() if names.get(fqn) in made)
+            lacking = _lacking(next(stacked, ()), shapes[fqn][0] if shapes[fqn] else 0)
             raise ModelError(
                 f"{name}: {names.get(fqn, fqn)} in {folder.folder} has shape {tuple(source.shape)}, the model has"
-                f" {tuple(shapes[fqn])}: "
+                f" {tuple(shapes[fqn])}{lacking and f', as there is no {lacking}'}: "
                 + (f"take {EXTRA} away to train it anew" if fqn in folder.own else UNLIKE + advice)
             )
     if whole := sorted(names[fqn] for fqn, source in found.items() if isinstance(source, Converted)):
@@ -289,6 +291,18 @@ def match(
             stacklevel=2,
         )
     return found
+
+
+def _lacking(names: Iterable[str], count: int) -> str:
+    """Return the first name that numbered tensors, ``count`` of each kind, lack; "" if there is none."""
+    present = set(names)
+    for name in sorted(present):
+        for number in re.finditer(r"(?<=\.)\d+(?=\.)", name):
+            series = [f"{name[: number.start()]}{n}{name[number.end() :]}" for n in range(count)]
+            missing = [other for other in series if other not in present]
+            if 0 < len(missing) < count - 1:  # a number that counts something else has one name alone
+                return missing[0]
+    return ""
 
 
 def prefix_of(names: Mapping[str, str], sources: Sources) -> str:

@@ -33,13 +33,9 @@ class SlicedRows(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         rows: list[int] = []
 
-        def cut(whole: Tensor) -> Tensor:
-            split = DTensor.from_local(whole, device_mesh, [Replicate()], run_check=False)
-            return split.redistribute(placements=[Shard(0)]).to_local()
-
         def begin(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
             rows.append(len(given[0]))
-            return tree_map_only(Tensor, cut, (given, named))
+            return tree_map_only(Tensor, lambda whole: own_slice(whole, device_mesh), (given, named))
 
         def end(_: nn.Module, __: Any, out: Tensor) -> Tensor:
             shape, stride = torch.Size((rows.pop(), out.shape[1])), (out.shape[1], 1)
@@ -51,6 +47,12 @@ class SlicedRows(ParallelStyle):
         module.register_forward_pre_hook(begin, with_kwargs=True)
         module.register_forward_hook(end)
         return module
+
+
+def own_slice(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return this rank's slice of rows ``[T, ...]`` that all ranks have; their gradient is gathered on all ranks."""
+    rows = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+    return rows.redistribute(placements=[Shard(0)]).to_local()
 
 
 def divide_experts(stage: Adapter, mesh: DeviceMesh) -> None:

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
@@ -21,8 +24,10 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.layout.spec import place
 from hetero_strategy.model.experts import Exchange, kept_routes, routed
+from hetero_strategy.parallelize import experts
 from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.gradients import local
+from hetero_strategy.runtime.backward import inputs_first
 from hetero_strategy.testing import Pool
 from hetero_strategy.zoo.hf_causal_lm import hf_causal_lm
 from tests.distributed.exact import EXACT, Given, differences, expected, on, run_together, setting_of
@@ -66,7 +71,9 @@ class Exchanges(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def layer_on_rank(rank: int, world: int, swapped: bool, contexts: Callable[[], Any] | None) -> dict[str, Any]:
+def layer_on_rank(
+    rank: int, world: int, swapped: bool, contexts: Callable[[], Any] | None, halves: bool = False
+) -> dict[str, Any]:
     """One layer, forward and backward: relative errors against one process, and exchanges."""
     world_group = dist.group.WORLD
     assert world_group is not None
@@ -86,7 +93,14 @@ def layer_on_rank(rank: int, world: int, swapped: bool, contexts: Callable[[], A
             out = layer(rows, weights)
         else:
             out = checkpoint(layer, rows, weights, use_reentrant=False, context_fn=contexts)
-        out.backward(gradient)
+        if halves:
+            later = inputs_first([(get_gradient_edge(out), gradient)], [rows, weights], [own])
+        else:
+            out.backward(gradient)
+    if halves:
+        with Exchanges() as of_weights:
+            later()
+        assert not of_weights.sent
     whole, errors = matrices().requires_grad_(), []
     for other in range(world):
         r, c, w, g = drawn(other)
@@ -119,6 +133,11 @@ def test_rows_sent_are_those_whose_expert_is_elsewhere(pool: Pool) -> None:
         assert sum(there) - there[rank] == found["elsewhere"]
 
 
+def test_the_half_backward_of_weights_exchanges_nothing(pool: Pool) -> None:
+    for found in pool.run(4, layer_on_rank, False, None, True, timeout=60):
+        assert found["error"] < 1e-12 and len(found["sent"]) == 3 + 2
+
+
 def test_swapped_experts_are_noticed(pool: Pool) -> None:
     assert max(found["error"] for found in pool.run(4, layer_on_rank, True, None, timeout=60)) > 0.1
 
@@ -130,47 +149,57 @@ def test_numbers_of_rows_are_exchanged_once_with_recompute(pool: Pool) -> None:
             assert found["error"] < 1e-12 and len(found["sent"]) == exchanges
 
 
-LAYERS = [f"llm.model.model.layers.{number}.mlp" for number in (0, 1)]
+ROUTERS, STACKS = (tuple(f"llm.model.model.layers.{n}.mlp.{part}" for n in (0, 1)) for part in ("gate", "experts"))
 Case = tuple[str, dict[str, Any], dict[str, Any]]
+QUICK: dict[str, Case] = {
+    "each": ("1f1b", {"ep": 4}, {"reshard_after_forward": "always"}),
+    "tp 2, ep 4": ("1f1b", {"tp": 2, "ep": 4}, {}),
+    "cp 2, ep 4": ("1f1b", {"cp": 2, "ep": 4}, {}),
+    "zbv": ("zbv", {"pp": 2, "ep": 2}, {}),
+    "replicas": ("1f1b", {"dp_replicate": 2, "ep": 2}, {}),
+    "frozen embedding": ("zb_h1", {"pp": 2, "ep": 2}, {"freeze": ("llm.model.model.embed_tokens",)}),
+    "all to one": ("1f1b", {"ep": 4}, {"lm": "all to one expert", "transforms": {"llm": {"recompute": "all"}}}),
+    "fp32": ("1f1b", {"tp": 2, "ep": 2}, {"precision": "32-true"}),
+}
 SCHEDULED: dict[str, Case] = {
     "1f1b": ("1f1b", {"pp": 2, "ep": 2}, {}),
     "zb_h1": ("zb_h1", {"pp": 2, "ep": 2}, {}),
-    "zbv": ("zbv", {"pp": 2, "ep": 2}, {}),
     "interleaved": ("interleaved_1f1b", {"pp": 2, "ep": 2}, {}),
     "zb_h1, tp": ("zb_h1", {"pp": 2, "tp": 2, "ep": 2}, {}),
     "whole again": ("1f1b", {"pp": 2, "ep": 2}, {"transforms": {"llm": {"recompute": "whole"}}}),
-    "frozen embedding": ("zb_h1", {"pp": 2, "ep": 2}, {"freeze": ("llm.model.model.embed_tokens",)}),
+    "again but matmuls": ("1f1b", {"ep": 2}, {"transforms": {"llm": {"recompute": "all but matmuls"}}}),
+    "offloaded": ("1f1b", {"ep": 2}, {"transforms": {"llm": {"offload": "all"}}}),
+    "compiled": ("1f1b", {"ep": 4}, {"transforms": {"llm": {"compile": "aot_eager"}}}),
+    "compiled, again": ("1f1b", {"ep": 2}, {"transforms": {"llm": {"compile": "aot_eager", "recompute": "all"}}}),
 }
 PLACED: dict[str, Case] = {
     "ep 2": ("1f1b", {"ep": 2}, {}),
-    "ep 4, each": ("1f1b", {"ep": 4}, {"reshard_after_forward": "always"}),
     "ep 2, once": ("1f1b", {"ep": 2}, {"reshard_after_forward": "never"}),
     "ep 4, once": ("1f1b", {"ep": 4}, {"reshard_after_forward": "never"}),
     "tp 2, ep 2": ("1f1b", {"tp": 2, "ep": 2}, {}),
-    "tp 2, ep 4": ("1f1b", {"tp": 2, "ep": 4}, {}),
     "tp 4, ep 2": ("1f1b", {"tp": 4, "ep": 2}, {}),
     "tp 4, ep 4": ("1f1b", {"tp": 4, "ep": 4}, {}),
     "cp 2, ep 2": ("1f1b", {"cp": 2, "ep": 2}, {}),
-    "cp 2, ep 4": ("1f1b", {"cp": 2, "ep": 4}, {}),
-    "replicas": ("1f1b", {"dp_replicate": 2, "ep": 2}, {}),
     "replicas, tp": ("1f1b", {"dp_replicate": 2, "tp": 2, "ep": 2}, {}),
 }
 CHANGED: dict[str, Case] = {
-    "again": ("1f1b", {"ep": 4}, {"transforms": {"llm": {"recompute": "all"}}}),
-    "again but matmuls": ("1f1b", {"ep": 2}, {"transforms": {"llm": {"recompute": "all but matmuls"}}}),
     "all frozen": ("1f1b", {"ep": 4}, {"freeze": ("llm",)}),
-    "frozen router": ("1f1b", {"ep": 4}, {"freeze": tuple(f"{layer}.gate" for layer in LAYERS)}),
-    "frozen experts": ("1f1b", {"ep": 4}, {"freeze": tuple(f"{layer}.experts" for layer in LAYERS)}),
-    "all to one": ("1f1b", {"ep": 4}, {"lm": "all to one expert"}),
+    "frozen router": ("1f1b", {"ep": 4}, {"freeze": ROUTERS}),
+    "frozen experts": ("1f1b", {"ep": 4}, {"freeze": STACKS}),
     "all to one, tp": ("1f1b", {"tp": 2, "ep": 4}, {"lm": "all to one expert"}),
     "fp32": ("1f1b", {"ep": 4}, {"precision": "32-true"}),
-    "fp32, tp": ("1f1b", {"tp": 2, "ep": 2}, {"precision": "32-true"}),
     "fp32, zb_h1": ("zb_h1", {"pp": 2, "ep": 2}, {"precision": "32-true"}),
+    "cast": ("1f1b", {"ep": 2}, {"precision": "32-mixed"}),
+    "cast, tp": ("1f1b", {"dp_replicate": 2, "tp": 2, "ep": 2}, {"precision": "32-mixed"}),
+    "cast, frozen": ("1f1b", {"ep": 4}, {"precision": "32-mixed", "freeze": STACKS}),
 }
 """Name -> schedule, degrees of the language model on four ranks, and more options of the setting."""
 
 
-@pytest.mark.parametrize("cases", [SCHEDULED, PLACED, CHANGED], ids=["schedules", "layouts", "changes"])
+@pytest.mark.parametrize(
+    "cases", [QUICK, *(pytest.param(cases, marks=pytest.mark.full) for cases in (SCHEDULED, PLACED, CHANGED))],
+    ids=["quick", "schedules", "layouts", "changes"],
+)  # fmt: skip
 def test_steps_are_those_of_one_process(pool: Pool, folders: dict[bool, str], cases: dict[str, Case]) -> None:
     """Two microbatches with other numbers of rows on each instance, and three with an instance that has none."""
     given: dict[str, Given] = {}
@@ -185,6 +214,22 @@ def test_steps_are_those_of_one_process(pool: Pool, folders: dict[bool, str], ca
         steps = zip(*(run.steps for run in runs), strict=True)
         found[name] = [fault for step in steps for fault in differences(given[name][1], step, bound)]
     assert not any(found.values()), {name: faults[:3] for name, faults in found.items() if faults}
+
+
+def own_slice_without_its_gather(whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    return whole.tensor_split(mesh.size())[mesh.get_local_rank()]
+
+
+def sliced_wrongly(rank: int, world: int, piece: Piece) -> list[dict[str, Any]]:
+    with patch.object(experts, "own_slice", own_slice_without_its_gather):
+        return run_all(rank, world, [piece])
+
+
+def test_slices_of_rows_without_a_gather_in_backward_are_noticed(pool: Pool) -> None:
+    piece = Piece("hf_moe", {"ranks": 2, "tp": 2, "ep": 2})
+    for run, wrong in ((run_all, False), (sliced_wrongly, True)):
+        found = pool.run(2, run, piece if wrong else [piece], timeout=60)
+        assert (worst([results[0] for results in found]) > 1e-2) == wrong
 
 
 def test_norm_and_values_are_those_of_one_process(pool: Pool) -> None:

@@ -23,6 +23,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "mixed, tp2": {"vision": on(0, 1), "llm": on(1, 0, 2, 3, tp=2, pp=2)},
     "generator pp2 around the llm": {"vision": on(0), "llm": on(0, 1, pp=2), "draw": on(1, 2, pp=2)},
     "vision fills llm pp3": {"vision": on(0, 1, 2), "llm": on(0, 1, 2, pp=3)},
+    "experts": {"vision": on(0, 1), "llm": on(0, 1, 2, 3, pp=2, ep=2)},
     "balanced over llm pp2": {"vision": on(0, 1, 2, 3), "audio": on(0, 1, 2, 3), "llm": on(0, 1, 2, 3, pp=2)},
 }
 CASES = [
@@ -87,6 +88,7 @@ OFTEN = {("mixed, tp2", "zb_h1"), ("llm pp2", "zbv"), *((layout, "1f1b") for lay
 
 @pytest.mark.full_cases(
     "balanced over llm pp2-1f1b",
+    "experts-1f1b",
     "generator pp2 around the llm-1f1b",
     "llm pp2-1f1b",
     "mixed, tp2-zb_h1",
@@ -97,6 +99,8 @@ OFTEN = {("mixed, tp2", "zb_h1"), ("llm pp2", "zbv"), *((layout, "1f1b") for lay
 )
 def test_no_step_hangs(pool: Pool, folders: dict[bool, str], layout: str, schedule: str) -> None:
     setting = setting_of(folders, LAYOUTS[layout], schedule, fill="fine" if "fills" in layout else "none")
+    if layout == "experts":
+        setting = replace(setting, lm="mixture", reshard_after_forward="always")
     if "balanced" in layout:
         setting = replace(setting, balance={"policy": "auto"})
     wanted = expected(setting)

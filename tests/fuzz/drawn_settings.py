@@ -24,6 +24,7 @@ PARTS = {
     "audio": ("backbone", "projector", "backbone.model.layers.0", "backbone.model.conv2"),
     "draw": ("layers.0", "condition_in", "patch_out"),
     "titan": ("model.tok_embeddings", "model.output", "model.layers.0", "model.norm"),
+    "mixture": ("model.model.embed_tokens", "model.model.layers.0.mlp.gate", "model.model.layers.0.mlp.experts"),
     "hf": ("model.model.embed_tokens", "model.lm_head", "model.model.layers.0", "model.model.norm"),
 }
 """What may be frozen of a module, or of a kind of language model."""
@@ -114,7 +115,11 @@ class _Drawing:
         schedule = self.schedule(pipelined)
         for name in pipelined:
             layouts[name] |= self.virtual(schedule)
-        lm = self.one_of({"titan": 5, "hf_llama": 3, "hf_qwen3": 2})
+        lm = self.one_of({"titan": 5, "hf_llama": 3, "hf_qwen3": 2, "mixture": 2})
+        for name in modules if lm == "mixture" else ():
+            if name not in ITEM_MODULES:
+                shared = layouts[name]["dp_shard"] * layouts[name]["cp"] * layouts[name]["tp"]
+                layouts[name]["ep"] = rng.choice([ep for ep in (1, 2, 4) if shared % ep == 0])
         layers = self.layers(modules, layouts)
         batches = self.batches()
         dropout = self.dropout(modules, layouts, lm) if self.single else {}
@@ -131,10 +136,12 @@ class _Drawing:
         recompute = {n: self.one_of(RECOMPUTES) for n in modules if self.often(0.2)}
         precisions = {"64-true": 12, "32-true": 1, "32-mixed": 2, "bf16-mixed": 1}
         gathered = {"auto": 6, "never": 2, "always": 0.2 if splits else 2}
+        if lm == "mixture":
+            del precisions["bf16-mixed"]  # rows would visit other experts
         if self.focus in modules:
             recompute[self.focus] = rng.choice(list(RECOMPUTES))
             precisions, gathered = (
-                {"64-true": 2, "32-true": 1, "32-mixed": 3, "bf16-mixed": 2},
+                {"64-true": 2, "32-true": 1, "32-mixed": 3, **({"bf16-mixed": 2} if lm != "mixture" else {})},
                 {**gathered, "always": 8},
             )
         backends = {n: "aot_eager" if n in recompute else "eager" for n in modules if self.often(0.3)}
@@ -456,7 +463,7 @@ def _smaller_layouts(layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             rest = {key: value for key, value in layout.items() if key not in (degree, *without)}
             yield rest | {"ranks": ranks[: len(ranks) // size]}
             yield rest | {"ranks": ranks[-len(ranks) // size :]}
-    for key in ("split", "vpp"):
+    for key in ("split", "vpp", "ep"):
         if key in layout:
             dropped = ("split", "pp_style", "vpp") if key == "vpp" else (key,)
             yield {name: value for name, value in layout.items() if name not in dropped}

@@ -63,7 +63,9 @@ def test_draws_are_their_numbers_and_cover_everything(data: dict[bool, Data]) ->
     assert {s.modules for s in drawn} >= {("vision", "audio", "llm"), ("vision", "llm", "draw"), ("llm",)}
     assert any(set(s.language_models) == {"llm", "caption"} for s in drawn) and any(s.edges for s in drawn)
     assert {s.schedule for s in drawn} == {"auto", *schedules()} - {"eager_1f1b"}  # of a test
-    assert {s.lm for s in drawn} == {"titan", "hf_llama", "hf_qwen3"} and {s.tied for s in drawn} == {True, False}
+    assert {s.lm for s in drawn} == {"titan", "hf_llama", "hf_qwen3", "mixture"}
+    assert {s.tied for s in drawn} == {True, False}
+    assert {layout.get("ep", 1) for s in drawn for layout in s.layouts.values()} == {1, 2, 4}
     assert {s.reshard_after_forward for s in drawn} == {"auto", "never", "always"}
     layouts = [layout for s in drawn for layout in s.layouts.values()]
     for field in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "vpp", "split", "pp_style"):

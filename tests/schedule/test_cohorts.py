@@ -214,6 +214,14 @@ def test_a_plan_brings_no_filling_that_other_options_refuse() -> None:
         assert all(getattr(merged, name) == value for name, value in asked.items())
 
 
+def test_experts_on_several_ranks_fill_no_bubbles() -> None:
+    """All instances meet in every layer, so none acts on its own."""
+    for ep, filling in ((1, {"vision"}), (2, set())):
+        layouts = {"vision": ModuleLayout(4, ep=ep).resolved(), "llm": ModuleLayout(4, pp=2).resolved()}
+        for find in (ScheduleConfig(fill="fine").filling, ScheduleConfig(fill="fine").apart):
+            assert find(["vision"], layouts, EDGES) == filling
+
+
 def test_decoupled_where_what_fills_waits_for_what_does_not_is_refused_with_a_way_out() -> None:
     """An encoder with virtual stages feeds one that fills, on the ranks of both."""
     names, edges = ("vision", "reader", "llm"), [("vision", "reader"), ("reader", "llm")]

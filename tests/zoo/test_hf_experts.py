@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -212,3 +215,28 @@ def test_a_row_cannot_visit_more_experts_than_there_are() -> None:
 def test_float8_is_refused_with_experts_on_several_ranks() -> None:
     fault, *_ = Float8().faults(Mock(), ModuleLayout(2, ep=2), {})
     assert "ep=2" in fault and "leave it out" in fault
+
+
+@pytest.mark.parametrize(
+    ("left_out", "fields", "parts"),
+    [
+        (
+            "experts.3.w2",
+            {},
+            ["experts.down_proj", "(5, 64, 48)", "(6, 64, 48), as there is no", ".3.w2.weight"],
+        ),
+        ("", {"num_local_experts": 8}, ["layers.0.mlp.gate.weight", "(6, 64)", "(8, 64)", "do not belong together"]),
+    ],
+)
+def test_a_folder_with_other_experts_is_refused(
+    tmp_path: Path, left_out: str, fields: dict[str, Any], parts: list[str]
+) -> None:
+    config = CONFIG_MAPPING["mixtral"](**SIZES, **FAMILIES["mixtral"])
+    MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).save_pretrained(tmp_path)
+    weights, stored = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors = {n: t for n, t in load_file(weights).items() if not left_out or left_out not in n or "layers.1" in n}
+    save_file(tensors, weights, {"format": "pt"})
+    stored.write_text(json.dumps(json.loads(stored.read_text()) | fields))
+    with pytest.raises(ModelError) as raised:
+        ready(hf_causal_lm(checkpoint=tmp_path, check=False))
+    assert all(part in str(raised.value) for part in parts), raised.value
