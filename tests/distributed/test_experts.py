@@ -32,7 +32,9 @@ from hetero_strategy.testing import Pool
 from hetero_strategy.zoo.hf_causal_lm import hf_causal_lm
 from tests.distributed.exact import EXACT, Given, differences, expected, on, run_together, setting_of
 from tests.model.helpers import reads
-from tests.parallelize.pieces import Piece, run_all, worst
+from tests.parallelize.pieces import MAKE, Piece, run_all, worst
+from tests.zoo.composites import built, tiny
+from tests.zoo.families import TINY
 
 EXPERTS, WIDTH, VISITS = 8, 6, 2
 ROWS = (7, 0, 12, 1)
@@ -243,6 +245,43 @@ def test_norm_and_values_are_those_of_one_process(pool: Pool) -> None:
         for result in results:
             assert result["values"].keys() == results[0]["values"].keys()
             assert all((value == results[0]["values"][name]).all() for name, value in result["values"].items())
+
+
+FEW = ("gpt_oss", "deepseek_v3")
+"""Biases of experts; shared experts and groups of them."""
+MANY = (
+    *("phimoe", "qwen2_moe", "mixtral", "deepseek_v2", "olmoe", "glm4_moe", "granitemoe", "ernie4_5_moe"),
+    *("minimax_m2", "dots1", "laguna", "qwen3_next", "granitemoehybrid", "minimax"),
+)
+
+
+def families_on_rank(rank: int, world: int, model_types: tuple[str, ...], layout: dict[str, Any]) -> list[Any]:
+    MAKE.update({of: partial(hf_causal_lm, model_type=of, check=False, **TINY[of]) for of in model_types})
+    return run_all(rank, world, [Piece(of, layout) for of in model_types])
+
+
+@pytest.mark.filterwarnings("ignore:.* keep a state from row to row")
+@pytest.mark.parametrize(("model_types", "layout"), [
+    (FEW, {"ranks": 2, "ep": 2}),
+    pytest.param(MANY, {"ranks": 2, "ep": 2}, marks=pytest.mark.full),
+    pytest.param(FEW + MANY[:-3], {"ranks": 2, "tp": 2, "ep": 2}, marks=pytest.mark.full),
+])  # fmt: skip
+def test_gradients_of_families(pool: Pool, model_types: tuple[str, ...], layout: dict[str, Any]) -> None:
+    """Their norms or routers compute in fp32."""
+    found = zip(model_types, *pool.run(2, families_on_rank, model_types, layout, timeout=300), strict=True)
+    errors = {of: worst([*results]) for of, *results in found}
+    assert max(errors.values()) < 1e-5, errors
+
+
+def composite_on_rank(rank: int, world: int, folder: str) -> list[Any]:
+    MAKE["composite"] = partial(hf_causal_lm, checkpoint=folder, part="llm")
+    return run_all(rank, world, [Piece("composite", {"ranks": 2, "ep": 2})])
+
+
+def test_the_language_model_of_a_composite(pool: Pool, tmp_path: Path) -> None:
+    """Its experts are transposed in the folder."""
+    built(tiny("qwen3_vl_moe")).save_pretrained(tmp_path)
+    assert worst([results[0] for results in pool.run(2, composite_on_rank, str(tmp_path), timeout=60)]) < 1e-5
 
 
 MIXTURE = {
