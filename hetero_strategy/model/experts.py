@@ -168,6 +168,7 @@ def _keeping(kept: _Kept, again: bool) -> Iterator[None]:
 
 
 # ---- functions with a backward --------------------------------------------------------------------------------------
+# A result that no loss reaches has no gradient on any rank, so nothing travels, nor is any weight needed.
 
 
 class _Spread(torch.autograd.Function):
@@ -176,13 +177,16 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, order: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
         copies = len(order) // max(1, len(rows))
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(order)
         ctx.shape = len(rows), copies
         return rows.index_select(0, order // max(1, copies))
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
+    def backward(ctx, gradient: Tensor | None):  # type: ignore[no-untyped-def]
         (order,) = ctx.saved_tensors
+        if gradient is None:
+            return None, None
         return gradient.index_select(0, _inverse(order)).unflatten(0, ctx.shape).sum(1), None
 
 
@@ -191,12 +195,14 @@ class _Permuted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(inverse)
         return rows.index_select(0, order)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
-        return gradient.index_select(0, ctx.saved_tensors[0]), None, None
+    def backward(ctx, gradient: Tensor | None):  # type: ignore[no-untyped-def]
+        (inverse,) = ctx.saved_tensors
+        return None if gradient is None else gradient.index_select(0, inverse), None, None
 
 
 class _Travel(torch.autograd.Function):
@@ -204,13 +210,13 @@ class _Travel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows: Tensor, sent: Any, received: Any, group: str) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.way = sent, received, group
+        ctx.set_materialize_grads(False)
+        ctx.way = received, sent, group
         return _all_to_all(rows, sent, received, group)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
-        sent, received, group = ctx.way
-        return _all_to_all(gradient, received, sent, group), None, None, None
+    def backward(ctx, gradient: Tensor | None):  # type: ignore[no-untyped-def]
+        return None if gradient is None else _all_to_all(gradient, *ctx.way), None, None, None
 
 
 def _all_to_all(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: str) -> Tensor:

@@ -8,7 +8,7 @@ gradients over ``efsdp`` and ``dp_replicate``. Their scale is 1: a row's gradien
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -65,8 +65,13 @@ def divide_experts(stage: Adapter, mesh: DeviceMesh) -> None:
     stage.tp_styles_instead = dict.fromkeys(stage.experts(), SlicedRows())
 
 
-def shard_experts(stage: Adapter, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> set[nn.Parameter]:
+def shard_experts(
+    stage: Adapter, mesh: DeviceMesh, policy: Callable[[nn.Module], MixedPrecisionPolicy]
+) -> set[nn.Parameter]:
     """Shard the divided experts of a stage by FSDP2, each layer's in a unit of its own.
+
+    Args:
+        policy: function of a layer's experts that returns their dtypes.
 
     Returns:
         Frozen parameters that one rank alone has, which stay outside of FSDP.
@@ -82,7 +87,9 @@ def shard_experts(stage: Adapter, mesh: DeviceMesh, policy: MixedPrecisionPolicy
         frozen = {p for p in part.parameters() if shards == 1 and not p.requires_grad}
         outside |= frozen
         if any(p not in frozen for p in part.parameters()):
-            fully_shard(part, mesh=mesh[axes], mp_policy=policy, shard_placement_fn=placement, ignored_params=frozen)
+            fully_shard(
+                part, mesh=mesh[axes], mp_policy=policy(part), shard_placement_fn=placement, ignored_params=frozen
+            )
     return outside
 
 

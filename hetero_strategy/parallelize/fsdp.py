@@ -55,9 +55,10 @@ def apply_fsdp(
         policy = MixedPrecisionPolicy(storage.compute, storage.master, cast_forward_inputs=False)
         precise = MixedPrecisionPolicy(storage.master, storage.master, storage.compute)
     if experts is not None:
-        ignored |= shard_experts(module, experts, policy)
+        ignored |= shard_experts(module, experts, lambda part: precise if part in kept else policy)
     depth = {id(part): fqn.count(".") for fqn, part in module.named_modules()}
     inside = sorted(dict.fromkeys([*kept, *module.blocks().values()]), key=lambda part: -depth[id(part)])  # inner first
+    inside = [part for part in inside if not isinstance(part, FSDPModule)]  # experts are units already
     for part in (*(part for part in inside if any(p not in ignored for p in part.parameters())), module):
         fully_shard(part, mesh=mesh, mp_policy=precise if part in kept else policy, ignored_params=ignored)
     for part in _parts(module):

@@ -41,6 +41,7 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
     ran: dict[str, list[Tensor]] = {}
     """Unit -> its outputs, even if nothing reads them: a backward reaches the same units on all ranks."""
     trained = {fqn: any(p.requires_grad for p in unit.parameters()) for fqn, unit in units.items()}
+    outer = {*units} - {*stage.experts()}  # a block reaches its experts on all ranks or on none
     begun = not stage.first_stage or _trains_before(stage, units)
 
     def follow(unit: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -72,7 +73,7 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
         rows = made.loss_sum if isinstance(made, LossOutput) else made
         if not isinstance(rows, Tensor) or not torch.is_grad_enabled():
             return None
-        others = [x for outputs in ran.values() for x in outputs]
+        others = [x for fqn, outputs in ran.items() if fqn in outer for x in outputs]
         # FSDP sees the end of a forward by its output, so that must depend on something that trains.
         more = [] if rows.requires_grad else [p for p in stage.parameters() if p.requires_grad][:1]
         # A tensor of its own on all ranks, whose hooks come first in backward, even if a block makes the output.

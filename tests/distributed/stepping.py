@@ -63,6 +63,7 @@ PRECISIONS = {
     "64-true": Storage(torch.float64, torch.float64),
     "32-true": Storage(),
     "32-mixed": Storage(torch.float32, torch.float64),
+    "some kept": Storage(torch.float32, torch.float64, keep=("llm.*.mlp.gate.*", "llm.*.0.mlp.experts.*")),
     "bf16-mixed": Storage(torch.bfloat16, torch.float32),
 }
 """32-mixed is none that a person can choose: what holds for it to six digits holds for bf16-mixed."""
