@@ -53,10 +53,9 @@ def parts_of(folder: Path, kind: str) -> tuple[Any, Any]:
         whole = _whole(folder, part, kind, alone) if (folder / "tokenizer.json").is_file() else None
     except Exception as error:
         reason = " ".join(str(error).split())
-        if "torchvision" in reason.lower():
-            require(
-                "torchvision", "vision", f"the processor in {folder}, which transformers has only with torchvision,"
-            )
+        for package in ("torchvision", "num2words"):
+            if package in reason.lower():
+                require(package, "vision", f"the processor in {folder}, which transformers has only with {package},")
         raise ConfigError(f"{folder}: transformers cannot make its processor: {reason}") from None
     return alone, whole
 
@@ -95,6 +94,24 @@ def _locked(tokenizer: Any) -> Any:
 
     tokenizer.__class__ = type(family.__name__, (family,), {"__call__": call})
     return tokenizer
+
+
+def rows_together(whole: Any, picture: Any, row: str) -> tuple[int, int] | None:
+    """Return how often a processor writes the row's token for a picture alone and for one beside another in its sample.
+
+    It is None if both are alike, or if the processor takes no nested lists of pictures.
+    """
+
+    def rows(count: int) -> int:
+        own, text = copy(whole), whole.image_token * count
+        output = own(text=[text], images=[[picture] * count], return_text_replacement_offsets=True)
+        return output["text_replacement_offsets"][0][0]["replacement"].count(row)
+
+    try:
+        alone, beside = rows(1), rows(2)
+    except Exception:
+        return None
+    return None if alone == beside else (alone, beside)
 
 
 def without_values(alone: Any, whole: Any) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import ceil, inf, prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -34,7 +34,7 @@ import torch
 from PIL import Image
 
 from hetero_strategy.data.chat_template import read_json
-from hetero_strategy.data.hf_parts import FILES, Values, parts_of, split, without_values
+from hetero_strategy.data.hf_parts import FILES, Values, parts_of, rows_together, split, without_values
 from hetero_strategy.data.media import at_rate, check_picture, same_sizes, upright, upright_size, zero_rows
 from hetero_strategy.data.media_file import length_of, open_picture, reading, waveform_of
 from hetero_strategy.errors import ConfigError, DataError, require
@@ -49,6 +49,7 @@ MOST_BLANKS = 2**20
 """Most sizes of which a processor keeps what it makes of them."""
 WORDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets", "labels")
 """Outputs of a processor that belong to the text."""
+_shared = cache(tuple)  # equal texts of many sizes are in memory once
 
 
 class Blank(NamedTuple):
@@ -198,6 +199,11 @@ class HFProcessor:
         size = tuple(int(number) for number in sizes[1 : 1 + len(PROBES[self.kind][0])])
         return self._blank(size, self.folder).written
 
+    def apart(self) -> tuple[int, int] | None:
+        """Return rows of a picture alone and beside another one, if transformers' processor makes unlike ones."""
+        row = self._row if self.kind == "image" else None
+        return row and rows_together(self._parts[1], _blank_item(PROBES["image"][0]), row[0])
+
     def raw_rows(self, sizes: np.ndarray) -> np.ndarray:
         """Return raw rows, int64 ``[n]``, of items with these sizes."""
         return np.asarray(sizes, np.int64).reshape(-1, len(self.size_names))[:, 0]
@@ -296,11 +302,6 @@ class HFProcessor:
         return {}
 
     @cached_property
-    def _texts(self) -> dict[tuple[str | int, ...], tuple[str | int, ...]]:
-        """Texts of items, each kept once for all sizes that have it."""
-        return {}
-
-    @cached_property
     def _quick(self) -> tuple[Any, Any]:
         """The parts that compute shapes alone, if all is the same with them; else the folder's own."""
         quick = without_values(*self._parts)
@@ -323,7 +324,7 @@ class HFProcessor:
                 _, blank = self._made(item, path)
             if len(self._blanks) >= MOST_BLANKS:
                 self._blanks.clear()
-            self._blanks[size] = blank = blank._replace(written=self._texts.setdefault(blank.written, blank.written))
+            self._blanks[size] = blank = blank._replace(written=_shared(blank.written))
         return blank
 
     def _made(self, item: Any, path: str | Path, parts: tuple[Any, Any] | None = None) -> tuple[np.ndarray, Blank]:

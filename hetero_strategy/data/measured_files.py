@@ -70,6 +70,15 @@ def measured_files(
     if odd:
         more = f" (and {len(odd) - 1} more files like it)" if len(odd) > 1 else ""
         warnings.warn(f"{min(odd)}{more}", stacklevel=2)
+    for field, processor in by_field.items():
+        several = next((s for s in samples if len(s.items.get(field, ())) > 1), None)
+        if several is not None and (rows := getattr(processor, "apart", lambda: None)()):
+            warnings.warn(
+                f"sample '{several.id}' has {len(several.items[field])} of {field}; of a small picture the folder's"
+                f" processor makes {rows[0]} rows, but {rows[1]} beside others in a nested list. Here each is made"
+                " alone; give the processor a flat list, images=[a, b], when the model generates",
+                stacklevel=2,
+            )
     for sample in samples if unread else ():
         for file in dict.fromkeys((f, name) for f, names in sample.items.items() for name in names):
             if (error := unread.get(file)) is not None:

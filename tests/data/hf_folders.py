@@ -13,7 +13,8 @@ SPECIALS = (
     *("<|vision_start|>", "<|vision_end|>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"),
     *("<IMG_CONTEXT>", "<img>", "</img>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>"),
     *("<end_of_utterance>", "<|image|>", "<|video|>", "<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"),
-    *("TILE", "TILE_GLOBAL", "<start_of_turn>", "<end_of_turn>"),
+    *("TILE", "TILE_GLOBAL", "<start_of_turn>", "<end_of_turn>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<imgpad>"),
+    *("<|START_OF_IMG_LINE|>",),
 )
 
 
@@ -26,6 +27,8 @@ class Family(NamedTuple):
     options: dict[str, Any] | None = None
     named: dict[str, str] | None = None
     """Tokens of the tokenizer by the names that the processor reads."""
+    needs: str | None = None
+    """Package without which transformers does not have the processor."""
 
 
 _QWEN = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
@@ -59,6 +62,27 @@ FAMILIES = {
     "idefics3": Family(
         "Idefics3ImageProcessor", {"size": {"longest_edge": 168}, "max_image_size": {"longest_edge": 56}},
         "Idefics3Processor", {"image_seq_len": 4},
+    ),
+    "paligemma": Family(
+        "SiglipImageProcessor", {"size": {"height": 56, "width": 56}, "image_seq_length": 16}, "PaliGemmaProcessor", {}
+    ),
+    "pixtral": Family(
+        "PixtralImageProcessor", {"size": {"longest_edge": 112}, "patch_size": {"height": 14, "width": 14}},
+        "PixtralProcessor", {"patch_size": 14}, needs="torchvision",
+    ),
+    "smolvlm": Family(
+        "SmolVLMImageProcessor", {"size": {"longest_edge": 168}, "max_image_size": {"longest_edge": 56}},
+        "SmolVLMProcessor", {"image_seq_len": 4}, needs="num2words",
+    ),
+    "got_ocr2": Family(
+        "GotOcr2ImageProcessor", {"size": {"height": 56, "width": 56}}, "GotOcr2Processor", {},
+        {"image_token": "<imgpad>"},
+    ),
+    "cohere2_vision": Family(
+        "Cohere2VisionImageProcessor", {"size": {"height": 56, "width": 56}, "max_patches": 6, "patch_size": 2},
+        "Cohere2VisionProcessor", {},
+        {"image_token": "<|IMG_PATCH|>", "boi_token": "<|START_OF_IMG|>", "eoi_token": "<|END_OF_IMG|>"}
+        | {"img_line_break_token": "<|START_OF_IMG_LINE|>"}, needs="torchvision",
     ),
     "aya_vision": Family("GotOcr2ImageProcessor", _TILES, "AyaVisionProcessor", {"patch_size": 14, "img_size": 56}),
 }  # fmt: skip

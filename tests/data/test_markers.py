@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import ProcessorMixin
 
 from hetero_strategy import ragged
 from hetero_strategy.data.build_index import build_index
@@ -25,7 +27,7 @@ from hetero_strategy.loading.metadata import step_metadata
 from hetero_strategy.loading.steps import RankView, StepDataset
 from hetero_strategy.model.kind import Items
 from recipes.report import _question
-from tests.data.hf_folders import made
+from tests.data.hf_folders import FAMILIES, made
 from tests.small_models import kinds_of
 from tests.stock import tokenizer as stock
 
@@ -57,8 +59,12 @@ TEMPLATES = {
     "qwen2_5_vl": QWEN, "qwen3_vl": QWEN, "llava": LLAVA, "llava_next": LLAVA, "gemma3": GEMMA, "internvl": INTERN,
     "idefics3": IDEFICS, "glm4v": QWEN.replace("<|image_pad|>", "<|image|>"),
     "llava_onevision": INTERN.replace("<IMG_CONTEXT>", "<image>"),
-    "aya_vision": INTERN.replace("<IMG_CONTEXT>", "<image>"),
+    "aya_vision": INTERN.replace("<IMG_CONTEXT>", "<image>"), "smolvlm": IDEFICS,
+    "pixtral": INTERN.replace("<IMG_CONTEXT>\n", "[IMG]"),
+    "cohere2_vision": INTERN.replace("<IMG_CONTEXT>", "<|IMG_PATCH|>"),
 }  # fmt: skip
+RUNS = ("idefics3", "smolvlm", "aya_vision", "pixtral", "cohere2_vision")
+"""Families in which a picture is several runs of rows."""
 TALKS = {
     0: [("user", ["what is red?"]), ("assistant", ["hello"])],
     1: [("user", [None, "hello\nworld"]), ("assistant", ["hello world"])],
@@ -67,9 +73,9 @@ TALKS = {
 SIZES = [(60, 100), (150, 40), (70, 70)]
 
 
-def talk(number: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def talk(number: int, pictures: Sequence[Any] = range(3)) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The messages of a sample in a manifest, and as transformers takes them."""
-    images = iter(range(3))
+    images = iter(pictures)
     ours, theirs = [], []
     for role, parts in TALKS[number]:
         ours.append(
@@ -96,18 +102,24 @@ def index_of(tmp_path: Path, processor: Any, samples: list[dict[str, Any]], **op
     return build_index(tmp_path / "train.json", tokenizer, {"vision": processor}, progress=False)
 
 
+@pytest.mark.filterwarnings("ignore:sample '3' has 3 of image")
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_tokens_are_those_of_the_processor(tmp_path: Path, name: str) -> None:
+    if needs := FAMILIES[name].needs:
+        pytest.importorskip(needs)
     processor, images = folder_of(tmp_path, name, TEMPLATES[name])
     whole = processor._parts[1]
     for count in TALKS:
-        ours, theirs = talk(count)
+        ours, theirs = talk(count, images)
         sample = {"id": str(count), "messages": ours, "image": [f"{n}.png" for n in range(count)]}
         index = index_of(tmp_path, processor, [sample], folder=name)
-        text = whole.apply_chat_template(theirs, tokenize=False)
-        own = {"images": images[:count]} if count else {}
-        expected = np.ravel(whole(text=[text], add_special_tokens=False, **own)["input_ids"])
-        assert index.ids.tolist() == expected.tolist()
+        if name in ("llava_onevision", "smolvlm"):  # other rows in nested lists; a processor of videos
+            own = {"images": images[:count]} if count else {}
+            text = ProcessorMixin.apply_chat_template(whole, theirs, tokenize=False)
+            expected = whole(text=[text], **own)["input_ids"]
+        else:
+            expected = whole.apply_chat_template(theirs, tokenize=True)
+        assert index.ids.tolist() == np.ravel(expected).tolist()
         learnt = whole.tokenizer.decode(index.ids[index.loss])
         assert "".join(learnt.split()).startswith("".join(TALKS[count][1][1][0].split()))
         # Rows are where the tokens are, run by run.
@@ -116,7 +128,54 @@ def test_tokens_are_those_of_the_processor(tmp_path: Path, name: str) -> None:
         assert [place for run in at for place in run] == np.flatnonzero(index.ids == processor.row_id).tolist()
         table = index.items["vision"]
         assert np.bincount(runs.source, runs.rows, count).tolist() == table.rows.tolist()
-        assert (len(runs.rows) > count) == (name in ("idefics3", "aya_vision") and count > 0)
+        assert (len(runs.rows) > count) == (name in RUNS and count > 0)
+
+
+def test_pictures_that_have_other_rows_beside_others_are_named(tmp_path: Path) -> None:
+    processor, images = folder_of(tmp_path, "llava_onevision", TEMPLATES["llava_onevision"])
+    ours, theirs = talk(3, images)
+    sample = {"id": "a", "messages": ours, "image": ["0.png", "1.png", "2.png"]}
+    with pytest.warns(
+        UserWarning, match=r"'a' has 3 of image; .* processor makes \d+ rows, but 17 beside .* a flat list"
+    ):
+        index = index_of(tmp_path, processor, [sample], folder="llava_onevision")
+    nested = np.ravel(processor._parts[1].apply_chat_template(theirs, tokenize=True))
+    assert (nested == processor.row_id).sum() == 3 * 17 < (index.ids == processor.row_id).sum()
+    assert HFProcessor(str(made(tmp_path, "idefics3"))).apart() is None
+
+
+def test_a_template_writes_what_paligemma_writes_around_a_prompt(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+        "{% if part.type == 'image' %}<image>{% else %}{{ bos_token + part.text }}{% endif %}{% endfor %}{% endif %}"
+        "{{ '\\n' if m.role == 'user' else eos_token }}{% endfor %}"
+    )
+    processor, images = folder_of(tmp_path, "paligemma", template)
+    for count in (1, 3):
+        prompt = [{"type": "image"}] * count + [{"type": "text", "text": "what?"}]
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "red"}]
+        sample = {"id": "0", "messages": turns, "image": [f"{n}.png" for n in range(count)]}
+        index = index_of(tmp_path, processor, [sample], folder="paligemma")
+        text = "<image>" * count + "what?"
+        output = processor._parts[1](text=[text], images=[images[:count]], suffix=["red"])
+        assert index.ids.tolist() == np.ravel(output["input_ids"]).tolist()
+        assert np.array_equal(index.loss, np.ravel(output["labels"]) != -100)
+
+
+def test_a_picture_of_several_tiles_and_texts_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Gemma3Processor
+
+    pan = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16}
+    monkeypatch.setattr(Gemma3Processor, "images_kwargs", Gemma3Processor.images_kwargs | pan)
+    processor, images = folder_of(tmp_path, "gemma3", GEMMA)
+    ours, theirs = talk(3, images)
+    sample = {"id": "0", "messages": ours, "image": ["0.png", "1.png", "2.png"]}
+    index = index_of(tmp_path, processor, [sample], folder="gemma3")
+    expected = processor._parts[1].apply_chat_template(theirs, tokenize=True)
+    assert index.ids.tolist() == np.ravel(expected).tolist()
+    tiles = [len(processor.load(tmp_path / f"{n}.png")) for n in range(3)]
+    assert tiles == [3, 5, 1] == index.items["vision"].sizes[:, 0].tolist()
+    assert index.items["vision"].rows.tolist() == [4 * n for n in tiles]
 
 
 def test_rows_of_an_item_in_runs_fill_its_places(tmp_path: Path) -> None:
@@ -159,10 +218,12 @@ def test_an_item_without_a_known_token_is_refused(tmp_path: Path) -> None:
     processor, _ = folder_of(tmp_path, "qwen2_5_vl", QWEN)
     sample = {"id": "0", "messages": talk(1)[0], "image": "0.png"}
     own = ImageProcessor(patch_size=14, merge=2)
-    with pytest.raises(
-        ConfigError, match=r"writes '<\|vision_start\|><\|image_pad\|><\|vision_end\|>' .*placeholders="
-    ):
-        index_of(tmp_path, own, [sample], folder="qwen2_5_vl")
+    tower = HFProcessor(processor.folder, output_rows=lambda sizes: sizes[:, 0] // 4)  # as hf_encoder has it
+    for other in (own, tower):
+        with pytest.raises(
+            ConfigError, match=r"writes '<\|vision_start\|><\|image_pad\|><\|vision_end\|>' .*placeholders="
+        ):
+            index_of(tmp_path, other, [sample], folder="qwen2_5_vl")
     index = index_of(tmp_path, own, [sample], folder="qwen2_5_vl", placeholders={"image": "<|image_pad|>"})
     start, rows = index.items["vision"].start[0], index.items["vision"].rows[0]
     around = processor._parts[1].tokenizer.convert_ids_to_tokens(index.ids[[start - 1, start, start + rows]].tolist())
