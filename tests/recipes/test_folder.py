@@ -18,11 +18,11 @@ from torch.nn.functional import cross_entropy
 
 from hetero_strategy.errors import ConfigError, LayoutError, ModelError
 from hetero_strategy.testing import Pool
+from hetero_strategy.testing.composites import built, tiny
 from recipes import build, cli
 from tests.data.hf_folders import made
 from tests.recipes.commands import run_on_ranks
 from tests.recipes.test_conf import compose
-from tests.zoo.composites import built, tiny
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% for part in message['content'] %}"

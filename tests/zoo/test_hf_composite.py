@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +16,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
 
 from hetero_strategy import checkpoint
@@ -34,181 +29,34 @@ from hetero_strategy.model.kind import PlacedItems
 from hetero_strategy.model.materialize import materialize
 from hetero_strategy.model.read_spec import spec_of_module
 from hetero_strategy.parallelize.apply import check
+from hetero_strategy.testing.composite_samples import (
+    BATCHED,
+    GRIDS,
+    LEARNT,
+    MANY,
+    SEVERAL,
+    SOUNDS,
+    STATE,
+    TILES,
+    MediaSample,
+    difference,
+    in_double,
+    one_by_one,
+    samples_of,
+)
+from hetero_strategy.testing.composites import built, tiny
 from hetero_strategy.zoo.hf_causal_lm import hf_causal_lm
 from hetero_strategy.zoo.hf_composed import composite_class, whole_of
 from hetero_strategy.zoo.hf_composite import encoder_of, hf_composite
 from hetero_strategy.zoo.hf_positions import HFTextKind
 from tests.data.hf_folders import made
 from tests.stock import tokenizer
-from tests.zoo.composites import built, tiny
 
 FULL = pytest.mark.full
-STATE = ("qwen3_5", "qwen3_5_moe")
-"""Families in which positions matter in layers without a state alone."""
-GRIDS = (
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni_thinker", *STATE),
-    *("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "exaone4_5"),
-)
-"""Families whose patches lie end to end."""
-SEVERAL = ("llava_next", "llava_onevision")
-"""Families that cut a picture into tiles."""
-TILES = (
-    *("llava", "vipllava", "internvl", "gemma3", "paligemma", "aya_vision", "cohere2_vision", "got_ocr2"),
-    "deepseek_vl",
-)
-BATCHED = ("idefics3", "smolvlm")
-MANY = ("mistral3", "lighton_ocr")
-"""Families with tiles of many sizes."""
-SOUNDS = ("voxtral",)
 FEW = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava", "internvl", "qwen2_5_omni_thinker")
 
 
-@dataclass
-class Sample:
-    """A sample of text with media, as transformers takes it and as encoders here do."""
-
-    ids: Tensor
-    items: dict[str, Items]
-
-    @property
-    def given(self) -> dict[str, Tensor]:
-        return {name: value for items in self.items.values() for name, value in items.given.items()}
-
-
-@dataclass
-class Items:
-    """The pictures or sounds of a sample."""
-
-    kind: str
-    given: dict[str, Tensor]
-    values: Tensor
-    sizes: np.ndarray
-    names: tuple[str, ...]
-    """Names of the sizes."""
-    rows: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    """Row of the sample where each item begins."""
-
-
-def samples_of(model: Any, generator: torch.Generator) -> list[Sample]:
-    """Two samples with pictures, sounds or both, and one without."""
-    samples = []
-    for pictures, sounds in (([(4, 6)], [96]), ([(8, 10), (4, 4)], [40, 75]), ([], [])):
-        items = {}
-        if hasattr(model.config, "vision_config"):
-            items["vision"] = _pictures(model.config.model_type, pictures, generator)
-        if hasattr(model.config, "audio_config"):
-            items["audio"] = _sounds(model.config, sounds, generator)
-        text = iter(torch.randint(3, 140, (40,), generator=generator).tolist())
-        ids = [next(text) for _ in range(5)]
-        for name, each in items.items():
-            starts, ends = (getattr(model.config, f"{name}_{end}_token_id", None) for end in ("start", "end"))
-            for count in _rows_of(model, each):
-                ids.append(starts or next(text))
-                each.rows.append(count)
-                each.starts.append(len(ids))
-                ids += [getattr(model.config, f"{each.kind}_token_id")] * count
-                ids.append(ends or next(text))
-        samples.append(Sample(torch.tensor([*ids, *(next(text) for _ in range(3))]), items))
-    return samples
-
-
-def _rows_of(model: Any, items: Items) -> list[int]:
-    """Return the rows that transformers makes of each item."""
-    if not items.given:
-        return []
-    with torch.no_grad():
-        made = getattr(model.model, f"get_{items.kind}_features")(**items.given, return_dict=True).pooler_output
-        if items.kind == "audio":  # of all items in one tensor
-            lengths = items.given.get("feature_attention_mask")
-            if lengths is None:
-                return [len(made) // len(items.sizes)] * len(items.sizes)
-            return model.model.audio_tower._get_feat_extract_output_lengths(lengths.sum(1))[1].tolist()
-    return [len(part.reshape(-1, part.shape[-1])) for part in made]
-
-
-def _sounds(config: Any, sounds: list[int], generator: torch.Generator) -> Items:
-    """Sounds of some frames, padded with zeros to 96."""
-    values = torch.randn(len(sounds), 16, 96, generator=generator)
-    frames = torch.tensor(sounds, dtype=torch.int64)
-    given, sizes, names = {}, np.array([(1, 160 * count) for count in sounds], np.int64), ("raw_rows", "samples")
-    if sounds:
-        given["input_features"] = values
-    if config.model_type != "voxtral":
-        mask = torch.arange(96) < frames[:, None]
-        values = values * mask[:, None]
-        given = {"input_features": values, "feature_attention_mask": mask.long()} if sounds else {}
-        sizes, names = np.insert(sizes.reshape(-1, 2), 2, sounds, axis=1), (*names, "feature_attention_mask")
-    return Items("audio", given, values.flatten(1), sizes.reshape(-1, len(names)), names)
-
-
-def _pictures(model_type: str, pictures: list[tuple[int, int]], generator: torch.Generator) -> Items:
-    if model_type in GRIDS:
-        sizes = np.array(pictures, np.int64).reshape(-1, 2)
-        values = torch.randn(int(sizes.prod(1).sum()), 3 * 2 * 49, generator=generator)
-        grids = torch.from_numpy(np.insert(sizes, 0, 1, axis=1))
-        given = {"pixel_values": values, "image_grid_thw": grids} if pictures else {}
-        return Items("image", given, values, sizes, ("grid_h", "grid_w"))
-    if model_type in MANY:
-        shapes = 7 * np.array(pictures, np.int64).reshape(-1, 2)
-        each = [torch.randn(3, *shape, generator=generator) for shape in shapes.tolist()]
-        given = {"pixel_values": _padded(each), "image_sizes": torch.from_numpy(shapes)} if pictures else {}
-        values = torch.cat([torch.zeros(0, 3), *(one.flatten(1).T for one in each)])
-        sizes = np.concatenate([shapes.prod(1)[:, None], shapes, shapes], axis=1)
-        return Items(
-            "image", given, values, sizes, ("raw_rows", "image_sizes[0]", "image_sizes[1]", "tile_h", "tile_w")
-        )
-    tiles = [3 if model_type in SEVERAL else 1] * len(pictures)
-    pixels = torch.randn(sum(tiles), 3, 28, 28, generator=generator)
-    sizes = np.array([[count, 28, 28 * (count - 1)] for count in tiles], np.int64).reshape(-1, 3)
-    given = {"pixel_values": pixels} if pictures else {}
-    if pictures and model_type in SEVERAL:
-        given = {"pixel_values": pixels.unflatten(0, (len(pictures), 3)), "image_sizes": torch.from_numpy(sizes[:, 1:])}
-    if pictures and model_type in BATCHED:
-        given = {"pixel_values": pixels[None]}
-    return Items("image", given, pixels.flatten(1), sizes, ("tiles", "h", "w"))
-
-
-def _padded(pictures: list[Tensor]) -> Tensor:
-    most = torch.tensor([picture.shape for picture in pictures]).amax(0).tolist()
-    made = torch.zeros(len(pictures), *most)
-    for place, picture in zip(made, pictures, strict=True):
-        place[:, : picture.shape[1], : picture.shape[2]] = picture
-    return made
-
-
-class InDouble(TorchFunctionMode):
-    """Computes in fp64 where code asks for fp32."""
-
-    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.float:
-            return args[0].double()
-        args, kwargs = tree_map(lambda x: torch.float64 if x is torch.float32 else x, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def in_double(model: Any, parts: MultimodalModel) -> Iterator[None]:
-    model.double(), parts.double()
-    with InDouble(), parts.llm.measured():  # torch's operator of experts takes no fp64
-        yield
-
-
-def one_by_one(model: Any, samples: list[Sample]) -> Tensor:
-    """transformers' own logits."""
-    base = inspect.signature(type(model.model).forward).parameters
-    logits = []
-    for sample in samples:
-        types = (sample.ids == getattr(model.config, "image_token_id", -1)).int()[None]
-        types = types * 0 if model.config.model_type == "paligemma" else types
-        extra = {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in base}
-        extra["attention_mask"] = torch.ones_like(types)
-        with torch.no_grad():
-            logits.append(model(input_ids=sample.ids[None], use_cache=False, **sample.given, **extra).logits[0])
-    return torch.cat(logits)
-
-
-def inputs_of(llm: Any, samples: list[Sample], config: Any, generator: torch.Generator) -> Any:
+def inputs_of(llm: Any, samples: list[MediaSample], config: Any, generator: torch.Generator) -> Any:
     ids = torch.cat([sample.ids for sample in samples])
     lengths = np.array([len(sample.ids) for sample in samples])
     placed, slots = [], {}
@@ -221,7 +69,8 @@ def inputs_of(llm: Any, samples: list[Sample], config: Any, generator: torch.Gen
         sizes = np.concatenate([each.sizes for each in items])
         placed.append(PlacedItems(name, items[0].kind, items[0].names, number, sizes, starts, rows))
         slots[name] = (ids == getattr(config, f"{items[0].kind}_token_id")).nonzero()[:, 0]
-    content = SimpleNamespace(text=lambda _: (ids.numpy(), np.zeros(len(ids), bool)), placed=lambda _: placed)
+    learnt = np.concatenate([np.arange(count) >= count - LEARNT for count in lengths])
+    content = SimpleNamespace(text=lambda _: (ids.numpy(), learnt), placed=lambda _: placed)
     units: Any = SimpleNamespace(
         content=content, numbers=np.arange(len(samples)), edge_rows=lengths, inner_rows=lengths, alike=False,
         slots=slots,
@@ -231,7 +80,7 @@ def inputs_of(llm: Any, samples: list[Sample], config: Any, generator: torch.Gen
     return replace(made, labels=labels, labelled=None)
 
 
-def split(model: Any, folder: Path) -> tuple[MultimodalModel, list[Sample], dict[str, EncoderInputs], Any]:
+def split(model: Any, folder: Path) -> tuple[MultimodalModel, list[MediaSample], dict[str, EncoderInputs], Any]:
     """The folder's modules, samples, the inputs of its encoders, and those of its language model."""
     model.save_pretrained(folder)
     parts = MultimodalModel(**hf_composite(folder)).eval()
@@ -249,10 +98,6 @@ def split(model: Any, folder: Path) -> tuple[MultimodalModel, list[Sample], dict
         values = torch.cat([each.values for each in items])
         given[name] = EncoderInputs(values, sizes, np.array(rows), packing, raw_rows=raw)
     return parts, samples, given, inputs_of(parts.llm, samples, model.config, generator)
-
-
-def difference(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).abs().max() / wanted.abs().max())
 
 
 @pytest.mark.parametrize(
@@ -330,7 +175,7 @@ def test_the_language_model_of_a_folder_alone(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     llm = MultimodalModel({"llm": hf_causal_lm(checkpoint=tmp_path, part="llm")}).eval().llm
     generator = torch.Generator().manual_seed(3)
-    samples = [Sample(torch.randint(3, 140, (count,), generator=generator), {}) for count in (9, 14)]
+    samples = [MediaSample(torch.randint(3, 140, (count,), generator=generator), {}) for count in (9, 14)]
     inputs = inputs_of(llm, samples, model.config, generator)
     with torch.no_grad():
         assert difference(llm(inputs, keep_logits=True).logits, one_by_one(model, samples)) < 1e-5

@@ -12,9 +12,9 @@ import torch
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.kind import PlacedItems
+from hetero_strategy.testing.composites import built, model_class, tiny
 from hetero_strategy.zoo import hf_positions
 from hetero_strategy.zoo.hf_positions import BLOCKS, POSITIONS, HFTextKind
-from tests.zoo.composites import built, model_class, tiny
 
 IMAGE = 150
 GRIDS = [[(1, 4, 6)], [(1, 8, 2), (1, 4, 4)], []]
