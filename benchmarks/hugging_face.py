@@ -1,6 +1,6 @@
-"""Compare language models of transformers in mixed layouts with one process, family by family.
+"""Compare models of transformers in mixed layouts with one process, family by family.
 
-Each family is a tiny model in fp32 with every kind of its layers. Columns:
+Each family is a tiny model in fp32 with every kind of its layers. Columns of language models:
 
 ``packed``, ``alone``, ``others``
     The largest errors of the check at the first use of a class: packed logits against transformers' eager forward of
@@ -8,8 +8,19 @@ Each family is a tiny model in fp32 with every kind of its layers. Columns:
 ``stages``
     Gradients of three pipeline stages against the whole; 0 means equal bit for bit.
 layouts
-    The largest error of a gradient in two SGD steps of two microbatches on four processes, against one process. "no":
-    the layout is refused; the reason is below the table.
+    The largest error of a gradient in two SGD steps of two microbatches on four processes, against one process. A
+    second figure, in parentheses, is that of a run in fp64, which shows what of an error above 1e-5 is noise of fp32.
+    "no": the layout is refused; the reason is below the table.
+
+Columns of composites, which have samples with no, one and several pictures, and a microbatch of text alone:
+
+``split``
+    Logits of the encoder and the language model of the folder against transformers' whole forward, sample by sample.
+layouts
+    As above, of vision and language model: ``+`` on shared ranks, ``|`` on ranks of their own.
+``export``
+    Logits of the parts after the steps against those of transformers' model of the whole folder that they are exported
+    to. A name that is missing, new or of another shape is an error.
 """
 
 from __future__ import annotations
@@ -17,25 +28,42 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf, isnan
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from typing_extensions import override
 
 from benchmarks.common import Options, option, program, report
+from hetero_strategy import checkpoint
+from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.errors import HeteroError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.packing_errors import made_up
-from hetero_strategy.testing import Pool, Setting, WorkerError, gradients_of, relative_errors
+from hetero_strategy.testing import Pool, Setting, WorkerError, composites, gradients_of, relative_errors
+from hetero_strategy.testing.composite_samples import (
+    NONE,
+    ONE,
+    THREE,
+    TWO,
+    difference,
+    in_double,
+    one_by_one,
+    samples_of,
+)
+from hetero_strategy.testing.composite_setting import CompositeSetting
 from hetero_strategy.testing.families import OPEN, tiny_family
-from hetero_strategy.testing.setting import MERGE, PATCH, VOCABULARY, in_dtype
+from hetero_strategy.testing.setting import FP64, MERGE, PATCH, VOCABULARY, in_dtype
 from hetero_strategy.zoo import HFCausalLM, hf_causal_lm, siglip2_encoder
 from hetero_strategy.zoo.hf_check import Verdict, verdict_of
 from hetero_strategy.zoo.hf_shrink import shrink
 
-FEW = ("qwen3", "gemma3_text", "qwen3_moe")
+FEW = ("qwen3", "gemma3_text", "qwen3_moe", "qwen2_5_vl")
 RANKS, STEPS, RATE = 4, 2, 1e-3
 BOUND = 1e-5
 """Largest error of a gradient that is not noted."""
@@ -44,6 +72,10 @@ CHUNK = 6
 Run = tuple[str, str]
 """Family and column."""
 Gradients = dict[str, torch.Tensor]
+Line = dict[str, float | None]
+"""A family's figures by column; "no" is None or missing."""
+Prepared = tuple[Line, list[str], dict[str, Setting]]
+"""A line of the table, notes, and settings by column."""
 RECOMPUTE = {"llm": {"recompute": "all"}}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 pp2": {"layouts": {"llm": ModuleLayout(range(4), tp=2, pp=2)}},
@@ -59,6 +91,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
 }
 """Name of a column -> settings of a run of it."""
+COMPOSED = {
+    "shard2 + shard2 pp2": (
+        ModuleLayout(range(4), dp_replicate=2, dp_shard=2),
+        ModuleLayout(range(4), dp_shard=2, pp=2),
+    ),
+    "1 | pp3": (ModuleLayout((0,)), ModuleLayout((1, 2, 3), pp=3)),
+    "shard2 | tp2": (ModuleLayout((0, 1), dp_shard=2), ModuleLayout((2, 3), tp=2)),
+    "shard3 + tp2 pp2": (ModuleLayout(range(3), dp_shard=3), ModuleLayout(range(4), tp=2, pp=2)),
+}
+"""Name of a column of composites -> layouts of each encoder and of the language model."""
+MEDIA = ([ONE, TWO, NONE, ONE, NONE, NONE, NONE, NONE], [NONE, TWO, THREE, NONE, NONE, ONE, NONE, TWO])
+"""Media of the samples of each step; the last four samples are a microbatch."""
 SMALL: dict[str, Any] = {
     "samples": 8, "microbatches": 2, "items": (0, 2), "cells": (1, 3), "text": (3, 20), "vision": (64, 4),
 }  # fmt: skip
@@ -80,7 +124,7 @@ class Family(Setting):
                     out_width=modules["llm"].width, merge=MERGE, hidden_size=width, intermediate_size=2 * width,
                     num_hidden_layers=layers, num_attention_heads=2, num_channels=3, patch_size=PATCH, num_patches=64,
                 )  # fmt: skip
-            return MultimodalModel(modules, seed=7).train()
+            return MultimodalModel(modules, seed=7).train().to(self.storage.master)
 
 
 def tiny(model_type: str) -> Any:
@@ -96,23 +140,24 @@ def tiny(model_type: str) -> Any:
     return hf_causal_lm(model_type=model_type, check=False, **fields)
 
 
-def settings_of(model_type: str) -> dict[str, Family]:
+def settings_of(model_type: str) -> dict[str, Setting]:
     """Return the runs of a family by column."""
     return {name: Family(name, **SMALL, **of, model_type=model_type) for name, of in LAYOUTS.items()}
 
 
-def one_process(setting: Family) -> Gradients:
-    """Return the gradients of all steps in one process."""
+def one_process(setting: Setting) -> tuple[Gradients, MultimodalModel]:
+    """Return the gradients of all steps in one process, and the trained model."""
     one = replace(setting, layouts=dict.fromkeys(setting.layouts, ModuleLayout((0,))), transforms={})
-    model = one.model("cpu")
     found: Gradients = {}
-    for seed in range(STEPS):
-        model(one.batch(seed, 0)).loss.backward()
-        found |= _step(seed, model.modules_by_name)
-    return found
+    with in_dtype(one.storage.master):
+        model = one.model("cpu")
+        for seed in range(STEPS):
+            model(one.batch(seed, 0)).loss.backward()
+            found |= _step(seed, model.modules_by_name)
+    return found, model
 
 
-def on_rank(rank: int, world: int, runs: Mapping[Run, Family]) -> dict[Run, Gradients]:
+def on_rank(rank: int, world: int, runs: Mapping[Run, Setting]) -> dict[Run, Gradients]:
     """Return the gradients of all steps of each run on a rank."""
     found: dict[Run, Gradients] = {}
     for name, setting in runs.items():
@@ -171,9 +216,9 @@ def stages_error(model_type: str) -> float:
     return max((float((found[n] - e).abs().max()) if n in found else inf) for n, e in expected.items())
 
 
-def prepared(model_type: str) -> tuple[dict[str, float | None], list[str], dict[str, Family]]:
-    """Check one family in this process; return its line of the table, notes and the runs that are not refused."""
-    line: dict[str, float | None] = {}
+def prepared(model_type: str) -> Prepared:
+    """Check one language model in this process; return its line of the table, notes and the runs not refused."""
+    line: Line = {}
     try:
         verdict = check_of(model_type)
         line |= {"packed": verdict.errors.get("eager"), **{n: verdict.errors.get(n) for n in ("alone", "others")}}
@@ -181,29 +226,107 @@ def prepared(model_type: str) -> tuple[dict[str, float | None], list[str], dict[
         line["stages"] = stages_error(model_type)
     except Exception as error:  # some of transformers' classes do not even build
         return line, [f"{model_type}: {_said(error)}"], {}
-    settings, notes = settings_of(model_type), []
-    for name, setting in list(settings.items()):
+    return line, *_accepted(model_type, settings_of(model_type))
+
+
+def prepared_composite(model_type: str, folder: Path) -> Prepared:
+    """Compare a composite's parts and its export with the whole in this process; as :func:`prepared`."""
+    line: Line = {}
+    try:
+        whole = composites.built(composites.tiny(model_type))
+        whole.save_pretrained(folder)
+        content = tuple(samples_of(whole, torch.Generator().manual_seed(3), [*chain(*MEDIA)]))
+        modules = (*content[0].items, "llm")
+        setting = CompositeSetting(
+            model_type, dict.fromkeys(modules, ModuleLayout((0,))), samples=len(MEDIA[0]), microbatches=2,
+            folder=str(folder), content=content,
+        )  # fmt: skip
+        line |= split_errors("split", whole, setting, setting.model("cpu"))
+        parts = one_process(setting)[1]
+        line |= split_errors("export", exported(whole, folder, parts), setting, parts)
+    except Exception as error:  # as above
+        return line, [f"{model_type}: {_said(error)}"], {}
+    layouts = {name: {**dict.fromkeys(content[0].items, each), "llm": llm} for name, (each, llm) in COMPOSED.items()}
+    return line, *_accepted(model_type, {name: replace(setting, layouts=of) for name, of in layouts.items()})
+
+
+def _accepted(family: str, settings: Mapping[str, Setting]) -> tuple[list[str], dict[str, Setting]]:
+    """Return why layouts are refused, and the settings of all others."""
+    notes, accepted = [], {}
+    for name, setting in settings.items():
         try:
             _ = setting.blueprint
+            accepted[name] = setting
         except HeteroError as error:
-            notes.append(f"{model_type}, {name}: {_said(error)}")
-            del settings[name]
-    return line, notes, settings
+            notes.append(f"{family}, {name}: {_said(error)}")
+    return notes, accepted
 
 
-def measured(families: Sequence[str], pool: Pool) -> Iterator[tuple[str, dict[str, float | None], list[str]]]:
+def split_errors(column: str, whole: Any, setting: CompositeSetting, parts: MultimodalModel) -> Line:
+    """Return the relative error of the logits of a composite's parts, and its noise: that in fp64."""
+    batch = replace(setting, microbatches=1).batch(0, 0)
+    parts.eval()
+
+    def error() -> float:
+        with torch.no_grad():
+            rows = {(n, 0): parts.modules_by_name[n](given[0]) for n, given in batch.inputs.items() if n != "llm"}
+            found = parts.modules_by_name["llm"](batch.inputs["llm"][0], rows, keep_logits=True).logits
+        return difference(found, one_by_one(whole, setting.samples_of(0)))
+
+    line: Line = {column: error()}
+    if line[column] > BOUND:
+        with in_double(whole, parts):
+            line[f"{column}, fp64"] = error()
+    return line
+
+
+def exported(whole: Any, folder: Path, parts: MultimodalModel) -> Any:
+    """Return transformers' model of the folder to which parts are exported; its names are those of the first folder."""
+    state = TrainingState("net", parts.modules_by_name, group=None)
+    state.save({"state_dict": state.model_tensors()}, folder / "saved")
+    checkpoint.export(folder / "saved", out := folder / "exported", whole=True)
+    model, info = type(whole).from_pretrained(out, output_loading_info=True, attn_implementation="eager")
+    shapes = [_shapes(each / "model.safetensors") for each in (folder, out)]
+    if faults := {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}:
+        raise RuntimeError(f"transformers finds in the exported folder {faults}")
+    if shapes[0] != shapes[1]:
+        raise RuntimeError(f"the exported folder differs in {sorted(dict(shapes[0].items() ^ shapes[1].items()))}")
+    return model.eval()
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    with safe_open(file, "pt") as tensors:
+        return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+
+
+def measured(lines: Mapping[str, Prepared], pool: Pool) -> Iterator[tuple[str, Line, list[str]]]:
     """Yield families' lines of the table and notes on what is refused or wrong."""
-    lines = {model_type: prepared(model_type) for model_type in families}
     runs = {(m, name): setting for m, (_, _, settings) in lines.items() for name, setting in settings.items()}
-    results = _on_processes(runs, pool)
+    errors = errors_of(runs, pool)
+    exact = {run: replace(runs[run], storage=FP64) for run, (error, _) in errors.items() if BOUND < error < inf}
+    exact_errors = errors_of(exact, pool)
     for model_type, (line, notes, settings) in lines.items():
-        for name, setting in settings.items():
-            ranks = results[model_type, name]
-            error, where = (inf, ranks) if isinstance(ranks, str) else worst(one_process(setting), ranks)
-            line[name] = error
-            if not error <= BOUND:
-                notes.append(f"{model_type}, {name}: {error:.1e} {where}")
+        for name in settings:
+            line[name], where = errors[model_type, name]
+            if (run := (model_type, name)) in exact_errors:
+                line[f"{name}, fp64"], again = exact_errors[run]
+                where += f"; in fp64 {line[f'{name}, fp64']:.1e} {again}"
+            if not line[name] <= BOUND:
+                notes.append(f"{model_type}, {name}: {line[name]:.1e} {where}")
         yield model_type, line, notes
+
+
+def errors_of(runs: Mapping[Run, Setting], pool: Pool) -> dict[Run, tuple[float, str]]:
+    """Return the largest error of a gradient of each run, and its parameter or why the run failed."""
+    results = _on_processes(runs, pool)
+    expected: dict[tuple[str, ...], Gradients] = {}
+    found: dict[Run, tuple[float, str]] = {}
+    for run, setting in runs.items():
+        ranks, one = results[run], (run[0], *setting.layouts)
+        if not isinstance(ranks, str) and one not in expected:
+            expected[one], _ = one_process(setting)
+        found[run] = (inf, ranks) if isinstance(ranks, str) else worst(expected[one], ranks)
+    return found
 
 
 def check_of(model_type: str) -> Verdict:
@@ -212,7 +335,7 @@ def check_of(model_type: str) -> Verdict:
     return verdict_of(HFCausalLM, type(model.model), shrink(model.config))
 
 
-def _on_processes(runs: Mapping[Run, Family], pool: Pool) -> dict[Run, list[Gradients] | str]:
+def _on_processes(runs: Mapping[Run, Setting], pool: Pool) -> dict[Run, list[Gradients] | str]:
     """Return the gradients of each run by rank, or why it failed; runs share processes, without those that fail."""
     if not runs:
         return {}
@@ -237,29 +360,41 @@ def all_families() -> list[str]:
     """Return every causal language model of transformers."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *OPEN})
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *OPEN} - composites.NAMES.keys())
+
+
+def _figure(line: Mapping[str, float | None], column: str) -> str:
+    if (error := line.get(column)) is None:
+        return "no"
+    exact = line.get(f"{column}, fp64")
+    return f"{error:.0e}" if exact is None else f"{error:.0e} ({exact:.0e})"
 
 
 @program(
     option("--families", nargs="*", default=["few"], help="few, all, or transformers' names (default few)"),
 )
 def main(given: Options) -> dict[str, Any]:
-    """Measure families and print a table."""
-    named = {"few": FEW, "all": all_families()}
+    """Measure families and print a table of language models and one of composites."""
+    named = {"few": FEW, "all": [*all_families(), *sorted(composites.NAMES)]}
     families = [name for word in given.families for name in named.get(word, (word,))]
-    columns = ["packed", "alone", "others", "stages", *LAYOUTS]
-    found: dict[str, Any] = {}
+    tables: dict[str, Any] = {"language models": {}, "composites": {}}
     notes: list[str] = []
     for start in range(0, len(families), CHUNK):
-        for model_type, line, said in measured(families[start : start + CHUNK], given.pool):
-            found[model_type] = line
-            notes += said
-            print(model_type, *(f"{n} {e:.1e};" for n, e in line.items() if e is not None), *said, flush=True)
-    rows = [
-        [name, *("no" if line.get(c) is None else f"{line[c]:.1e}" for c in columns)] for name, line in found.items()
-    ]
-    report("families of transformers: relative errors", ["family", *columns], rows, notes)
-    return {"families": found, "notes": notes}
+        with TemporaryDirectory() as folder:
+            lines = {
+                name: prepared_composite(name, Path(folder, name)) if name in composites.NAMES else prepared(name)
+                for name in families[start : start + CHUNK]
+            }
+            for name, line, said in measured(lines, given.pool):
+                tables["composites" if name in composites.NAMES else "language models"][name] = line
+                notes += said
+                print(name, *(f"{n} {e:.1e};" for n, e in line.items() if e is not None), *said, flush=True)
+    heads = ["packed", "alone", "others", "stages", *LAYOUTS], ["split", *COMPOSED, "export"]
+    for (title, found), columns in zip(tables.items(), heads, strict=True):
+        rows = [[name, *(_figure(line, column) for column in columns)] for name, line in found.items()]
+        report(f"{title} of transformers: relative errors", ["family", *columns], rows)
+    print("\n".join(notes))
+    return {**tables, "notes": notes}
 
 
 if __name__ == "__main__":

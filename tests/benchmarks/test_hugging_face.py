@@ -8,18 +8,22 @@ from math import inf
 import pytest
 import torch
 
-from benchmarks.hugging_face import BOUND, FEW, LAYOUTS, main, prepared, worst
+from benchmarks.hugging_face import BOUND, COMPOSED, FEW, LAYOUTS, main, prepared, worst
 from hetero_strategy.testing import Pool
 from hetero_strategy.zoo import HFCausalLM
 
 
 @pytest.mark.distributed
 def test_few_families_equal_one_process(pool: Pool) -> None:
-    found = main(["--families", "few"], pool)["families"]
-    assert set(found) == set(FEW)
-    for line in found.values():
+    tables = main(["--families", "few"], pool)
+    models, composites = tables["language models"], tables["composites"]
+    assert {*models, *composites} == {*FEW} and composites
+    for line in models.values():
         assert line["stages"] == line["others"] == 0.0
         assert set(line) >= {"packed", "alone", "others", "stages", *LAYOUTS} - {"tp2 pp2"}
+        assert max(line.values()) <= BOUND
+    for line in composites.values():
+        assert set(line) == {"split", "export", *COMPOSED}
         assert max(line.values()) <= BOUND
 
 
