@@ -29,7 +29,8 @@ class LocalWeights(ParallelStyle):
 
     Args:
         placements: placement of each parameter by name. A replicated one serves all columns of the rows, of which each
-            rank has some, so the ranks' gradients are summands. Parameters without a placement stay as they are.
+            rank has some, so the ranks' gradients are summands. Parameters without a placement stay as they are, and
+            some modules lack one that others have.
         whole_rows: whether all ranks give the module the same rows, so that the ranks' gradients of these are summands.
         summands: whether the ranks' results are summands of the output.
     """
@@ -40,15 +41,15 @@ class LocalWeights(ParallelStyle):
 
     @override
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, placement in self.placements.items():
-            weight = module._parameters[name]
-            assert weight is not None
+        weights = {name: weight for name in self.placements if (weight := module._parameters.get(name)) is not None}
+        for name, weight in weights.items():
+            placement = self.placements[name]
             part = distribute_tensor(weight.detach(), device_mesh, [placement], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(part, weight.requires_grad))
         lent: list[dict[str, nn.Parameter | None]] = []
 
         def lend(part: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            own = {name: part._parameters[name] for name in self.placements}
+            own = {name: part._parameters[name] for name in weights}
             lent.append(own)
             part._parameters.update({name: _own_part(weight) for name, weight in own.items()})
             enter = self.whole_rows

@@ -228,7 +228,7 @@ def _attention(
         sinks=s_aux,
         blocks=mask.blocks,
     )
-    return out[..., :wide].transpose(1, 2), None
+    return out[..., :wide].transpose(1, 2).contiguous(), None  # some classes take views of it
 
 
 def _end_to_end(

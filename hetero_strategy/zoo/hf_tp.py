@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -76,11 +77,13 @@ def tensor_parallel_plan(model: Any, prefix: str) -> dict[str, ParallelStyle] | 
         return None
     plan: dict[str, ParallelStyle] = {}
     for name in dict.fromkeys([*raw, *(name.rpartition(".")[0] for name in raw)]):
-        example = next((part for fqn, part in parts.items() if fqn and matches(name, fqn)), None)
-        style = None if example is None else _style(model, raw, name, example)
+        examples = [part for fqn, part in parts.items() if fqn and matches(name, fqn)]
+        style = _style(model, raw, name, examples) if examples else None
         if style is not None:
             plan[f"{prefix}{name}"] = style
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = None, model.get_output_embeddings()
+    with suppress(NotImplementedError):  # a stage of a composite without the embedding
+        embedding = model.get_input_embeddings()
     for fqn, part in parts.items():
         if part is embedding:
             plan[f"{prefix}{fqn}"] = VocabularyParallel(input_layouts=Replicate())
@@ -101,7 +104,7 @@ def _shares_experts(raw: Mapping[str, str], name: str) -> bool:
     return beside and any(style == "rowwise" and other.rpartition(".")[0] == name for other, style in raw.items())
 
 
-def _style(model: Any, raw: Mapping[str, str], name: str, example: nn.Module) -> ParallelStyle | None:
+def _style(model: Any, raw: Mapping[str, str], name: str, examples: list[nn.Module]) -> ParallelStyle | None:
     """Return the style of the parts of a name, or None for parts that all ranks have whole."""
     own = raw.get(name, "")
     if own == SHARED:
@@ -109,7 +112,7 @@ def _style(model: Any, raw: Mapping[str, str], name: str, example: nn.Module) ->
     if own in LAYERS:
         return LAYERS[own]()
     placements: dict[str, Placement] = {}
-    for key, weight in example.named_parameters(recurse=False):
+    for key, weight in {k: w for part in examples for k, w in part.named_parameters(recurse=False)}.items():
         if (style := raw.get(f"{name}.{key}")) in WEIGHTS:
             dim, joined = WEIGHTS[style]
             dim = max(0, weight.ndim + dim)

@@ -86,6 +86,13 @@ def test_what_packed_attention_cannot_do_is_refused():
         packed_attention(*inputs, packing, causal=False, window=2)
 
 
+def test_transformers_classes_are_given_rows_that_they_may_view():
+    query, key, value = make([7, 3])
+    mask = hf_packed.PackedMask(Packing.of(np.array([7, 3])))
+    rows, _ = hf_packed._attention(torch.nn.Identity(), query, key, value[..., :-1], mask)
+    assert rows.view(1, 10, -1).shape == (1, 10, query.shape[1] * (value.shape[-1] - 1))
+
+
 def padded_rows(packing):
     return sum(bucket.count * bucket.length for bucket in packing.buckets)
 

@@ -25,8 +25,9 @@ from hetero_strategy.zoo.hf_tp import tensor_parallel_faults, tensor_parallel_pl
 from tests.parallelize.pieces import MAKE, Piece, run_all, worst
 from tests.zoo.families import TINY
 
-QUICK = ("qwen3", "phi3", "qwen3_moe", "deepseek_v2", "llama4_text")
-"""Norms of heads; joined columns that every rank gathers; joined experts; a key of all heads; an addition in place."""
+QUICK = ("qwen3", "phi3", "qwen3_moe", "deepseek_v2", "llama4_text", "mimo_v2_flash")
+"""Norms of heads; joined columns that every rank gathers; joined experts; a key of all heads; an addition in place;
+sinks of some layers."""
 SLOW = (
     "qwen2",
     "deepseek_v3",
