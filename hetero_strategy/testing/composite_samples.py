@@ -33,6 +33,8 @@ BATCHED = ("idefics3", "smolvlm")
 MANY = ("mistral3", "lighton_ocr")
 """Families with tiles of many sizes."""
 SOUNDS = ("voxtral",)
+COMPOSITES = (*GRIDS, *SEVERAL, *TILES, *BATCHED, *MANY, *SOUNDS)
+"""Families that tiny samples are known for."""
 Media = tuple[list[tuple[int, int]], list[int]]
 """Sizes of the pictures of a sample, in patches where a family takes any size, and frames of its sounds."""
 

@@ -150,7 +150,7 @@ class HFFeatures(HFAdapter, Encoder):
         if rows:
             raise DataError(f"an encoder takes no rows of other modules, got those of {sorted(map(str, rows))}")
         values = inputs.values.to(next(self.parameters()).dtype)
-        if not len(inputs.sizes):  # one tile of zeros takes part in collectives
+        if not len(inputs.sizes):  # one blank tile takes part in collectives
             return self._features(self.projector, *self._blank(values))[:0]
         numbers = {
             name: torch.from_numpy(inputs.sizes[:, self.columns[name]]) for name in self.numbers if name in self.columns
@@ -185,9 +185,9 @@ class HFFeatures(HFAdapter, Encoder):
         return (self.leading, isqrt(rest), isqrt(rest)) if self.media == "image" else (self.leading, rest)
 
     def _blank(self, like: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a tile of zeros and its numbers."""
+        """Return a tile of ones and its numbers; Idefics3 drops tiles of zeros."""
         shape = (self.leading, self.side, self.side) if self.media == "image" else (self.leading, self.frames)
-        tiles = torch.zeros(1, *shape) if like is None else like.new_zeros(1, *shape)
+        tiles = torch.ones(1, *shape) if like is None else like.new_ones(1, *shape)
         size = torch.tensor([[self.side or 0, self.side or 0]], device="cpu")
         return tiles.expand(self.tiles, *shape), dict.fromkeys(self.numbers, size)
 

@@ -17,6 +17,7 @@ from hetero_strategy.model.adapter import divisible
 from hetero_strategy.model.tensor_parallel import (
     LocalWeights,
     SharedColumns,
+    begins_columns,
     ends_columns,
     matches,
     style_of,
@@ -81,6 +82,7 @@ def tensor_parallel_plan(model: Any, prefix: str) -> dict[str, ParallelStyle] | 
         style = _style(model, raw, name, examples) if examples else None
         if style is not None:
             plan[f"{prefix}{name}"] = style
+    plan |= _head_norms(plan, prefix, parts)
     embedding, head = None, model.get_output_embeddings()
     with suppress(NotImplementedError):  # a stage of a composite without the embedding
         embedding = model.get_input_embeddings()
@@ -90,6 +92,24 @@ def tensor_parallel_plan(model: Any, prefix: str) -> dict[str, ParallelStyle] | 
         elif part is head:
             plan[f"{prefix}{fqn}"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     return plan
+
+
+def _head_norms(plan: Mapping[str, ParallelStyle], prefix: str, parts: Mapping[str, Any]) -> dict[str, ParallelStyle]:
+    """Return the styles of norms of heads that a plan forgets, as that of Qwen3-VL-MoE does: their gradients on the
+    ranks are summands, because each rank has some of the heads.
+    """
+    found: dict[str, ParallelStyle] = {}
+    for fqn, attention in parts.items():
+        children = dict(attention.named_children())
+        styles = {name: style_of(plan, f"{prefix}{fqn}.{name}") for name in children}
+        linear = [styles[name] for name, child in children.items() if isinstance(child, nn.Linear)]
+        if not hasattr(attention, "head_dim") or None in linear or not any(map(begins_columns, linear)):
+            continue
+        for name, child in children.items():
+            weights = dict(child.named_parameters())
+            if weights and styles[name] is None and {w.shape for w in weights.values()} == {(attention.head_dim,)}:
+                found[f"{prefix}{fqn}.{name}"] = LocalWeights(dict.fromkeys(weights, Replicate()))
+    return found
 
 
 def _unknown(raw: Mapping[str, str]) -> list[str]:

@@ -12,7 +12,7 @@ PACKED = (
     *("olmoe", "glm", "glm4", "glm4_moe", "granite", "granitemoe", "cohere", "cohere2", "smollm3", "seed_oss"),
     *("ernie4_5", "ernie4_5_moe", "starcoder2", "minimax_m2", "hunyuan_v1_dense", "arcee", "exaone4", "helium"),
     *("internlm3", "nemotron", "stablelm", "cwm", "bitnet", "dots1", "laguna", "diffllama", "jais2", "llama4_text"),
-    *("afmoe", "mimo_v2_flash"),
+    "mimo_v2_flash",
 )
 """Families whose layers are attention and feed-forward networks."""
 STATEFUL = ("qwen3_next", "qwen3_5_text", "granitemoehybrid", "bamba", "minimax", "lfm2", "mamba", "mamba2")
