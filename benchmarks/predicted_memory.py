@@ -155,7 +155,7 @@ def known(
         name: {label: way for of in ({}, *given) for label, way in ways_of(len(module.blocks()), of).items()}
         for name, module in model.modules_by_name.items()
     }
-    return spec_of(model), activations_of(model, storage.compute, buckets=True, ways=ways)
+    return spec_of(model), activations_of(model, storage.compute, ways=ways)
 
 
 def predicted(setting: Setting, copies: bool = False) -> Memory:

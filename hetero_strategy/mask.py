@@ -15,8 +15,8 @@ A table has a few lines per sequence and item and none per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -109,8 +109,8 @@ class Slices:
         away = away[order][begins]
         return block[order][begins], np.stack([start[begins] - away, reach[ends] - away], axis=1)
 
-    def intervals(self) -> tuple[Int32[np.ndarray, "most rows"], Int32[np.ndarray, "most rows"]]:
-        """Return the keys that each row sees, as intervals: first keys and ends.
+    def intervals(self) -> Int32[np.ndarray, "2 most rows"]:
+        """Return the keys that each row sees, as intervals: first keys, and ends.
 
         There are as many intervals a row as most rows have slices: 1 for all rules but :class:`Words`. Unused ones are
         empty, from 0 to 0.
@@ -123,7 +123,7 @@ class Slices:
         start, end = self._keys_of(of, row, row + 1)
         intervals = np.zeros((2, int(number.max(initial=0)) + 1, self.total), np.int32)
         intervals[:, number, row] = start, end
-        return intervals[0], intervals[1]
+        return intervals
 
     def _cut(self, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Cut slices at edges into pieces: slice, block, first row and rows of each; all rows are between edges."""
@@ -175,6 +175,11 @@ class MaskRule(Protocol):
         """
 
 
+def _check_window(window: int | None) -> None:
+    if window is not None and window < 1:
+        raise ModelError(f"a window of {window} rows sees nothing: set it to at least 1, or leave it out")
+
+
 @dataclass(frozen=True)
 class Causal:
     """A rule by which each row sees itself and the rows before it.
@@ -222,7 +227,20 @@ class BidirectionalItems:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A rule by which rows before a sequence's first label see each other, and all rows see the rows before them."""
+    """A rule by which rows before a sequence's first label see each other, and all rows see the rows before them.
+
+    Args:
+        window, whole_items: as in :class:`BidirectionalItems`, where the rows before the first label are one item.
+
+    Raises:
+        ModelError: the window is below 1.
+    """
+
+    window: int | None = None
+    whole_items: bool = False
+
+    def __post_init__(self) -> None:
+        _check_window(self.window)
 
     def slices(self, lengths: np.ndarray, spans: Spans) -> Slices:
         if spans.prompts is None:
@@ -233,7 +251,7 @@ class Prefix:
         sequence = np.flatnonzero(lengths)
         none = np.zeros(len(sequence), np.int64)
         prompts = Spans(sequence, none, spans.prompts[sequence], np.zeros(len(sequence), "U1"))
-        return _looking_back(_runs(lengths, prompts, None), None)
+        return _looking_back(_runs(lengths, prompts, None), self.window, self.whole_items)
 
 
 @dataclass(frozen=True)
@@ -301,6 +319,32 @@ class Words:
         return Slices.of(
             start[row], end[row], start[key[first]], end[key[last]], False, text[row] & (key[last] == row), total
         )
+
+
+RULES: Mapping[str, MaskRule] = {
+    "causal": Causal(),
+    "bidirectional_items": BidirectionalItems(),
+    "items_alone": ItemsAlone(),
+    "prefix": Prefix(),
+    "full": Full(),
+}
+"""Rules by name."""
+
+
+def by_window(rule: MaskRule | str, windows: Iterable[int | None]) -> dict[int | None, MaskRule]:
+    """Return a rule, or that of a name in :data:`RULES`, for layers of each window, None for those without one.
+
+    Raises:
+        ModelError: there is no such name, or the rule knows no window and a layer has one.
+    """
+    if isinstance(rule, str) and rule not in RULES:
+        raise ModelError(f"attention={rule!r}; choose {', '.join(RULES)} or give a rule of hetero_strategy.mask")
+    rule, rules = RULES[rule] if isinstance(rule, str) else rule, {}
+    for window in windows:
+        if window is not None and not hasattr(rule, "window"):
+            raise ModelError(f"attention={rule} knows no window, and some layers have a window of {window} rows")
+        rules[window] = rule if window is None else replace(rule, window=window)  # type: ignore[type-var]
+    return rules
 
 
 def rule_faults(module: str, rule: MaskRule, sources: Collection[str]) -> Iterator[str]:
@@ -376,8 +420,3 @@ def _looking_back(runs: _Runs, window: int | None, whole_items: bool = False) ->
         ~item,
         total,
     )
-
-
-def _check_window(window: int | None) -> None:
-    if window is not None and window < 1:
-        raise ModelError(f"a window of {window} rows sees nothing: set it to at least 1, or leave it out")

@@ -47,7 +47,7 @@ class Draw:
         self.window, shuffled = int(rng.integers(1, 16)), [items[at] for at in rng.permutation(len(items))]
         self.prompts = np.array([int(rng.integers(0, length + 1)) for length in self.lengths], np.int64)
         columns = [np.array([line[at] for line in shuffled], np.int64) for at in range(3)]
-        self.items = Spans(*columns, np.array([line[3] for line in shuffled], "U6"), self.prompts)
+        self.spans = Spans(*columns, np.array([line[3] for line in shuffled], "U6"), self.prompts)
         self.words = np.where(
             np.array(self.item, np.int64) < 0,
             1 | 2 * rng.integers(0, 8, 6)[np.array(self.sequence, np.int64)],
@@ -86,7 +86,7 @@ def test_slices_are_the_mask(part: int) -> None:
     for seed in range(part, 500, 5):
         draw = Draw(seed)
         rule, pairs = draw.cases()[seed // 5 % 11]
-        wanted, slices = pairs(), rule.slices(draw.lengths, draw.items)
+        wanted, slices = pairs(), rule.slices(draw.lengths, draw.spans)
         total = len(wanted)
         low, high = slices.intervals()
         keys = np.arange(total)[:, None, None]

@@ -3,7 +3,7 @@
   step       an LLM of 1.1B parameters with a vision encoder of 0.4B, bf16-mixed, eager and compiled: beside a loop by
              hand over the same modules; launches of a step, host syncs in it, recompilations
   llm        the LLM alone, beside torchtitan's own Transformer with dense causal attention
-  attention  packed rows of mixed lengths by the flash kernel and in buckets, beside dense attention
+  attention  packed rows of mixed lengths by the flash kernel and by blocks, beside dense attention
   head       head and loss by the share of labelled rows, beside whole logits
   optimizer  AdamW over sharded and plain parameters, beside fused AdamW over plain ones
   copies     the part of copies to the device that a step hides

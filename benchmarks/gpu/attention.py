@@ -1,4 +1,4 @@
-"""Attention over packed rows: the flash kernel for them, buckets, and dense attention over padded sequences."""
+"""Attention over packed rows: the flash kernel for them, block by block, and dense attention over padded sequences."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ def dense(query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor
 def ways(packing: Packing) -> dict[str, Attend]:
     """How it may be done on this device."""
     options = attention._Options(causal=True)
-    buckets = partial(attention._in_buckets, packing=packing, options=options)
-    made: dict[str, Attend] = {"buckets": buckets, "dense": partial(dense, packing=packing)}
+    mask = attention.intervals(packing, causal=True)
+    blocks = partial(attention._in_blocks, mask=mask, options=options)
+    made: dict[str, Attend] = {"blocks": blocks, "dense": partial(dense, packing=packing)}
     if packing.offsets.is_cuda and attention.VARLEN:
         made["flash"] = partial(attention._flash, packing=packing, options=options)
     return made
@@ -68,7 +69,7 @@ def check(device: torch.device, size: str) -> Iterator[Line]:
     seconds = seconds_in_turns(runs, device, rounds=9, warm_up=3.0 if size == "full" else 0.0)
     milliseconds = {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
     apart = {name: _apart(way(*given), attend["dense"](*given)) for name, way in attend.items()}
-    for name in ("flash", "buckets"):
+    for name in ("flash", "blocks"):
         if name not in attend:
             yield Line(f"{name}, time", None, "ms", "dense", milliseconds["dense"], note=_why_not(device))
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel, varlen
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from hetero_strategy.errors import ModelError
+from hetero_strategy.model.block_attention import BLOCK, attend_in_blocks
 from hetero_strategy.model.context import Context
-from hetero_strategy.model.inputs import Bucket, Packing
+from hetero_strategy.model.inputs import Packing
 
 varlen_attn: Any = varlen.varlen_attn
 
@@ -30,6 +33,8 @@ VARLEN, TOLD_OF_SHARED_HEADS = _takes(varlen_attn)
 HALF = (torch.float16, torch.bfloat16)
 WIDEST, MULTIPLE = 256, 8
 """Largest head dimension of torch's flash kernels, and the number of which it must be a multiple."""
+NARROWEST = 16
+"""Smallest head dimension of flex_attention's kernels."""
 FLASH_MAJOR = 8
 """Lowest major compute capability of the flash kernels' GPUs."""
 DENSE_MAJOR = 9
@@ -46,12 +51,6 @@ class _Options(NamedTuple):
     dropout: float = 0.0
     softcap: float | None = None
     sinks: Tensor | None = None
-    blocks: Tensor | None = None
-
-    @property
-    def dense(self) -> bool:
-        """Return whether only scores or masks of all pairs of a bucket give the result."""
-        return bool(self.softcap) or self.sinks is not None or self.blocks is not None
 
 
 def packed_attention(
@@ -66,65 +65,82 @@ def packed_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    blocks: Tensor | None = None,
 ) -> Tensor:
     """Compute scaled dot-product attention inside every sequence of ``packing``, never across.
 
-    On CUDA in half precision, from compute capability 8.0 on and if 8 divides head_dim, torch's flash kernel for packed
-    sequences takes the rows unchanged. Sequences of one length go to cuDNN from 9.0 on, which takes 0.55 of the time on
-    an H100.
+    Memory grows with the rows, whatever the mask. The kernel is the first of these that knows all options:
 
-    Otherwise, and with dropout, sequences of similar length are padded together, and each such bucket is one call.
-    Causal attention needs no mask for right padding; bidirectional attention gets a key mask only in a bucket with
-    padding, and windowed attention a band if sequences are longer than the window. Soft caps, sinks and blocks need
-    memory for all pairs of a bucket: scores of every head, with blocks alone one mask.
+    * on CUDA in half precision, from compute capability 8.0 on and if 8 divides head_dim, torch's flash kernel for
+      packed sequences, which takes the rows unchanged. Sequences of one length go to cuDNN from 9.0 on, which takes
+      0.55 of the time on an H100. Neither knows masks of rules, soft caps, sinks and dropout;
+    * on CUDA flex_attention, which knows neither dropout nor fp64;
+    * attention block by block, in which the host waits for a CUDA device.
 
     Args:
         query: queries ``[1, heads, T, head_dim]``.
         key: keys ``[1, kv_heads, T, head_dim]``; ``heads`` is a multiple of ``kv_heads``.
         value: values ``[1, kv_heads, T, head_dim]``.
         packing: the sequences that make up the T rows.
-        causal: whether a row sees only rows up to itself.
+        causal: whether a row sees only rows up to itself, or by the mask in :attr:`Packing.masks` for this window.
         window: most rows that a row sees, including itself; causal attention only.
         scale: factor of the scores; default ``head_dim ** -0.5``.
         dropout: probability of dropping an attention weight.
         softcap: bound of the scores, which become ``softcap * tanh(score / softcap)``.
         sinks: scores ``[heads]`` that take a share of every row's weights and give nothing.
-        blocks: int64 ``[T]``, number of the block to which a row belongs, or -1; rows of a block also see its later
-            rows, as far as the window reaches. Numbers are unique in a sequence; causal attention only.
 
     Returns:
         ``[1, heads, T, head_dim]``.
 
     Raises:
-        ModelError: bidirectional attention has a window shorter than a sequence, or context parallelism meets soft
-            caps, sinks or blocks.
+        ModelError: attention that is not causal has a window shorter than a sequence, or meets context parallelism.
     """
     if window is not None and not causal and window < packing.longest:
         raise ModelError(
             f"window={window} of attention that is not causal: packed attention has windows that look back alone; leave"
             " it out, or give the blocks an attention of their own"
         )
-    options = _Options(causal, window, scale, dropout, softcap, sinks, blocks)
+    options = _Options(causal, window, scale, dropout, softcap, sinks)
     if packing.context is not None:
-        if options.dense:
-            raise ModelError("attention with a soft cap, sinks or blocks does not know context parallelism: set cp=1")
-        return _in_context(query, key, value, packing, packing.context, options)
+        if not causal:
+            raise ModelError("attention that is not causal does not know context parallelism: set cp=1")
+        key, value = _of_all_ranks(key, value, packing.context, not packing.masks and _runs_flash(query, options))
     if packing.rows == 0:
         return query + (key.sum() + value.sum())  # empty, but a (zero) gradient reaches all three
-    if _runs_flash(query, options):
+    mask = packing.masks.get(window) if causal else None
+    if causal and packing.masks and mask is None:
+        raise ModelError(f"a layer has window={window}, and its rule of attention knows windows {[*packing.masks]}")
+    if mask is None and _runs_flash(query, options):
         uniform = window is None and packing.alike and _major(query) >= DENSE_MAJOR
         kernel = _dense if uniform and current_flash_attention_impl() is None else _flash
         return kernel(query, key, value, packing, options)
-    if not torch.compiler.is_compiling():
-        return _in_buckets(query, key, value, packing, options)
-    # Compiled code must not depend on the number of buckets.
-    return (_uncompiled if options.dense else _masked)(query, key, value, packing, options)
+    run = _in_flex if _runs_flex(query, options) else _in_blocks
+    return run(query, key, value, intervals(packing, causal=causal, window=window) if mask is None else mask, options)
+
+
+def _of_all_ranks(key: Tensor, value: Tensor, context: Context, by_segments: bool) -> tuple[Tensor, Tensor]:
+    """Gather keys and values, and lay out those that this rank's rows see, ``[1, kv_heads, K, width]``."""
+    gathered = context.gather(torch.cat([rows[0].transpose(0, 1).flatten(1) for rows in (key, value)], dim=1))
+    seen = context.seen_by_segments(gathered) if by_segments else context.seen(gathered)
+    both = seen.split([rows.shape[1] * rows.shape[3] for rows in (key, value)], dim=1)
+    keys, values = (rows.unflatten(1, (key.shape[1], -1)).transpose(0, 1)[None] for rows in both)
+    return keys, values
+
+
+def intervals(packing: Packing, *, causal: bool, window: int | None = None) -> Tensor:
+    """Return the keys that each row sees where no rule gives a mask: first keys and ends, int32 ``[2, 1, T]``."""
+    if not causal:
+        return torch.stack([packing.offsets[:-1], packing.offsets[1:]]).index_select(1, packing.sequence)[:, None]
+    end = torch.arange(1, packing.rows + 1, device=packing.positions.device)
+    if packing.context is not None:
+        end = packing.context.ends
+    seen = packing.positions + 1
+    start = end - (seen if window is None else seen.clamp(max=window))
+    return torch.stack([start, end])[:, None].to(torch.int32)
 
 
 def _runs_flash(query: Tensor, options: _Options) -> bool:
     """Return whether torch's flash kernels for packed sequences run here and support all options."""
-    if not query.is_cuda or options.dropout or options.dense or not VARLEN:
+    if not query.is_cuda or options.dropout or options.softcap or options.sinks is not None or not VARLEN:
         return False
     return _flash_takes(query.dtype, query.shape[-1], _major(query))
 
@@ -139,95 +155,104 @@ def _flash_takes(dtype: torch.dtype, head_dim: int, major: int) -> bool:
     return dtype in HALF and head_dim <= WIDEST and head_dim % MULTIPLE == 0 and major >= FLASH_MAJOR
 
 
-def _in_buckets(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options: _Options) -> Tensor:
-    q, k, v = (_to_buckets(x[0].transpose(0, 1), packing) for x in (query, key, value))
-    blocks = None if options.blocks is None else _to_buckets(options.blocks, packing)
-    parts = []
-    for bucket in packing.buckets:
-        shape = (bucket.count, bucket.length)
-        rows = slice(bucket.start, bucket.start + bucket.count * bucket.length)
-        mask = None if options.causal else bucket.mask
-        if options.dense or (options.window is not None and options.window < bucket.length):
-            steps = torch.arange(bucket.length, device=q.device)
-            mask = _seen(steps, steps, options.window)[None, None]
-            if blocks is not None:
-                mask = _with_blocks(mask, blocks[rows].unflatten(0, shape), steps, bucket, options.window)
-        one, two, three = (x[rows].unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
-        part = _attend(one, two, three, mask, options)
-        parts.append(part.transpose(1, 2).flatten(0, 1))
-    out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return _from_buckets(out, packing).transpose(0, 1)[None]
+def _runs_flex(query: Tensor, options: _Options) -> bool:
+    """Return whether torch's flex_attention runs here and supports all options."""
+    fits = query.dtype != torch.float64 and query.shape[-1] >= NARROWEST
+    return query.is_cuda and fits and not options.dropout
 
 
-_uncompiled = torch.compiler.disable(_in_buckets)
+def _in_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: _Options) -> Tensor:
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    seed = torch.randint(2**62, (), device="cpu") if options.dropout else None
+    out: Tensor = attend_in_blocks(
+        query, key, value, mask[0], mask[1], options.sinks, seed, scale, options.softcap or 0.0, options.dropout
+    )
+    return out
 
 
-def _with_blocks(mask: Tensor, blocks: Tensor, steps: Tensor, bucket: Bucket, window: int | None) -> Tensor:
-    """Add to a causal mask ``[1, 1, L, L]`` the pairs in blocks ``[n, L]``; no row sees padding, which is later."""
-    same = (blocks[:, :, None] == blocks[:, None]) & (blocks >= 0)[:, None]
-    if window is not None:
-        same = same & (steps[:, None] - steps < window)
-    mask = mask | same[:, None]
-    return mask if bucket.mask is None else mask & (bucket.mask | _seen(steps, steps, 1))
+def _in_flex(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: _Options) -> Tensor:
+    softcap, sinks = options.softcap, options.sinks
+
+    def bounded(score: Tensor, *_: Tensor) -> Tensor:
+        assert softcap is not None
+        return softcap * torch.tanh(score / softcap)
+
+    run = flex_attention if torch.compiler.is_compiling() or not query.is_cuda else _compiled_flex()
+    out, aux = run(
+        query,
+        key,
+        value,
+        score_mod=bounded if softcap else None,
+        block_mask=block_mask(mask, key.shape[2]),
+        scale=options.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    if sinks is None:
+        return out
+    # A sink is one more score in the sum of which lse is the logarithm.
+    return out * (aux.lse - sinks[:, None]).sigmoid()[..., None].to(out.dtype)
+
+
+@cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def block_mask(mask: Tensor, keys: int) -> BlockMask:
+    """Build the mask of flex_attention from intervals, int32 ``[2, m, T]``, in memory for pairs of blocks alone.
+
+    Of ``keys`` keys it leaves out the blocks that no row of a block sees. If rows have several intervals, it leaves out
+    those outside all numbered intervals of the block's rows, from the least to the largest key of each number.
+    """
+    starts, ends = mask[0], mask[1]
+    rows, none = starts.shape[1], ends <= starts
+    first, last = (
+        F.pad(x.masked_fill(none, void), (0, -rows % BLOCK), value=void).unflatten(1, (-1, BLOCK))
+        for x, void in ((starts, torch.iinfo(starts.dtype).max), (ends, -1))
+    )
+    edges = torch.arange(0, keys, BLOCK, device=starts.device, dtype=starts.dtype)
+    some = (edges < last.amax(2)[..., None]) & (edges + BLOCK > first.amin(2)[..., None])
+    whole = (edges >= first.amax(2)[..., None]) & (edges + BLOCK <= last.amin(2)[..., None])
+    full = whole.any(0)
+    partly, fully = (
+        (
+            blocks.sum(-1, dtype=torch.int32)[None, None],
+            blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)[None, None],
+        )
+        for blocks in (some.any(0) & ~full, full)
+    )
+
+    def seen(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        seen = (key >= starts[0, row]) & (key < ends[0, row])
+        for number in range(1, len(starts)):
+            seen = seen | ((key >= starts[number, row]) & (key < ends[number, row]))
+        return seen
+
+    return BlockMask.from_kv_blocks(*partly, *fully, BLOCK, seen, (rows, keys))
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options: _Options) -> Tensor:
     """Attend in sequences of one length, which need no padding."""
     one, two, three = (x[0].unflatten(1, (-1, packing.longest)).transpose(0, 1) for x in (query, key, value))
+    shared = query.shape[1] != key.shape[1]
     with sdpa_kernel(DENSE, set_priority=True):
-        out = _attend(one, two, three, None, options)
+        out = F.scaled_dot_product_attention(
+            one, two, three, is_causal=options.causal, scale=options.scale, enable_gqa=shared
+        )
     return out.transpose(0, 1).flatten(1, 2)[None]
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options: _Options) -> Tensor:
+    """Run torch's kernel on packed rows; in context parallelism the last row of a segment sees its last key."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return _varlen(q, k, v, (packing.offsets, packing.offsets, packing.longest, packing.longest), options)
-
-
-def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Any, ...], options: _Options) -> Tensor:
-    """Run torch's kernel on rows ``[rows, heads, head_dim]``; the last row of a sequence sees its last key.
-
-    Args:
-        bounds: offsets of rows and of keys, and the longest of both.
-    """
+    bounds: tuple[Any, ...] = (packing.offsets, packing.offsets, packing.longest, packing.longest)
+    if packing.context is not None:
+        bounds = (*packing.context.offsets, *(len(extent) for extent in packing.context.extents))
     around = (-1 if options.window is None else options.window - 1, 0) if options.causal else (-1, -1)
-    shared: dict[str, Any] = {"enable_gqa": True} if TOLD_OF_SHARED_HEADS and query.shape[1] != key.shape[1] else {}
-    out: Tensor = varlen_attn(query, key, value, *bounds, scale=options.scale, window_size=around, **shared)
+    shared: dict[str, Any] = {"enable_gqa": True} if TOLD_OF_SHARED_HEADS and q.shape[1] != k.shape[1] else {}
+    out: Tensor = varlen_attn(q, k, v, *bounds, scale=options.scale, window_size=around, **shared)
     return out.transpose(0, 1)[None]
-
-
-def _masked(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options: _Options) -> Tensor:
-    """Attend over all rows in one call, whatever sequences they are; its mask ``[T, T]`` grows with the square of T."""
-    mask = packing.sequence[:, None] == packing.sequence
-    if options.causal:
-        mask = mask & _seen(packing.positions, packing.positions, options.window)
-    return _attend(query, key, value, mask[None, None], options)
-
-
-def _in_context(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, context: Context, options: _Options
-) -> Tensor:
-    """Attend from one rank's rows to the rows of all context-parallel ranks."""
-    if not options.causal:
-        raise ModelError("attention that is not causal does not know context parallelism: set cp=1")
-    sizes = [rows.shape[1] * rows.shape[3] for rows in (key, value)]
-    own_rows = torch.cat([rows[0].transpose(0, 1).flatten(1) for rows in (key, value)], dim=1)
-    gathered, flash = context.gather(own_rows), _runs_flash(query, options)
-    seen = (context.seen_by_segments if flash else context.seen)(gathered).split(sizes, dim=1)
-    keys, values = (x.unflatten(1, (key.shape[1], -1)) for x in seen)
-    if flash:
-        bounds = (*context.offsets, *(len(extent) for extent in context.extents))
-        return _varlen(query[0].transpose(0, 1), keys, values, bounds, options)
-    mask = packing.sequence[:, None] == context.sequence
-    mask = mask & _seen(packing.positions, context.positions, options.window)
-    one, two = (x.transpose(0, 1)[None] for x in (keys, values))
-    return _attend(query, one, two, mask[None, None], options)
-
-
-def _seen(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Return whether each row sees each key, by their positions, bool ``[rows, keys]``."""
-    before = rows[:, None] - keys
-    return before >= 0 if window is None else (before >= 0) & (before < window)
 
 
 def attention_pairs(lengths: np.ndarray, *, causal: bool, window: int | None = None) -> int:
@@ -236,70 +261,3 @@ def attention_pairs(lengths: np.ndarray, *, causal: bool, window: int | None = N
         return int((lengths * lengths).sum())
     near = lengths if window is None else np.minimum(lengths, window)
     return int((near * (near + 1) // 2 + (lengths - near) * near).sum())
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: _Options) -> Tensor:
-    """Attend in padded sequences ``[sequences, heads, T, head_dim]``; a mask fully defines what a row sees."""
-    groups = query.shape[1] // key.shape[1]
-    # Only the flash kernel (half precision on CUDA, no mask) shares key heads without falling back to the slow path.
-    shared = groups > 1 and mask is None and query.is_cuda and query.dtype in HALF
-    if groups > 1 and not shared:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    if options.softcap or options.sinks is not None:
-        assert mask is not None
-        return _scored(query, key, value, mask, options)
-    mask_options: dict[str, Any] = {"is_causal": options.causal}
-    if mask is not None:
-        mask_options = {"attn_mask": mask.expand(-1, -1, query.shape[2], -1)}
-    return F.scaled_dot_product_attention(
-        query, key, value, **mask_options, dropout_p=options.dropout, scale=options.scale, enable_gqa=shared
-    )
-
-
-def _scored(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: _Options) -> Tensor:
-    """Attend as :func:`_attend` with scores of all pairs in memory."""
-    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
-    scores = query @ key.transpose(-1, -2) * scale
-    if options.softcap:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    scores = scores.masked_fill(~mask, -torch.inf)
-    if options.sinks is not None:
-        sinks = options.sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sinks], dim=-1)
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    return F.dropout(weights, options.dropout)[..., : key.shape[2]] @ value
-
-
-def _to_buckets(rows: Tensor, packing: Packing) -> Tensor:
-    """Turn ``[T, ...]`` into ``[padded rows, ...]``."""
-    if packing.gather is None or packing.restore is None:
-        return rows
-    return _Move.apply(rows, packing.gather, packing.restore, False)
-
-
-def _from_buckets(padded: Tensor, packing: Packing) -> Tensor:
-    """Turn ``[padded rows, ...]`` into ``[T, ...]``."""
-    if packing.gather is None or packing.restore is None:
-        return padded
-    return _Move.apply(padded, packing.restore, packing.gather, True)
-
-
-class _Move(torch.autograd.Function):
-    """A gather ``rows[index]`` whose backward is a gather too, so it is fast and deterministic on every device.
-
-    Padding slots never affect real rows: gradients out of them are exactly zero and may be dropped, and gradients into
-    them must be zero.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor, drops_padding: bool) -> Tensor:
-        ctx.save_for_backward(index, inverse)
-        ctx.drops_padding, ctx.shape = drops_padding, rows.shape
-        return rows.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        index, inverse = ctx.saved_tensors
-        if ctx.drops_padding:
-            return grads[0].new_zeros(ctx.shape).index_copy_(0, index, grads[0].contiguous()), None, None, None
-        return grads[0].index_select(0, inverse), None, None, None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -18,6 +20,7 @@ from typing_extensions import override
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import DataError
+from hetero_strategy.mask import BidirectionalItems, ItemsAlone, MaskRule, Spans, by_window
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, previous_rows
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
 from hetero_strategy.model.kind import InstanceUnits, LossOutput, ModuleKind
@@ -50,11 +53,15 @@ class CausalLMKind(ModuleKind):
     name = "CausalLM"
     takes_from = ("Encoder",)
     samplewise = True
+    rules: Mapping[int | None, MaskRule] = MappingProxyType({})
+    """Window of layers, None for those without one -> their rule; empty: causal."""
 
     @override
     def inputs(self, units: InstanceUnits) -> SequenceInputs:
         tokens, learnt = units.content.text(units.numbers)
         packing, lengths = Packing.of(units.inner_rows, alike=units.alike), units.edge_rows
+        if self.rules:
+            packing.masks = self.masks(units.inner_rows, self.spans(units, learnt))
         ids = np.zeros(packing.rows, np.int64)
         ids[: len(tokens)] = tokens
         labels = np.full(packing.rows, IGNORE, np.int64)
@@ -71,6 +78,29 @@ class CausalLMKind(ModuleKind):
         return SequenceInputs(
             torch.from_numpy(ids), torch.from_numpy(labels), packing, slots=units.slots, columns=columns
         )
+
+    def spans(self, units: InstanceUnits, learnt: np.ndarray) -> Spans:
+        """Return the items in some samples, and their rows before the first label; arguments as in :meth:`columns`."""
+        placed, none = units.content.placed(units.numbers), Spans.none()
+        columns = [
+            np.concatenate([getattr(none, name), *(getattr(each, theirs) for each in placed)])
+            for name, theirs in (("sequence", "sample"), ("start", "start"), ("rows", "rows"))
+        ]
+        source = np.repeat([each.module for each in placed], [len(each.rows) for each in placed])
+        rows = np.append(np.flatnonzero(learnt), len(learnt))
+        starts = ragged.starts(units.edge_rows)
+        prompts = np.zeros(len(units.inner_rows), np.int64)
+        prompts[: len(starts)] = np.minimum(rows[np.searchsorted(rows, starts)] - starts, units.edge_rows)
+        return Spans(columns[0], columns[1], columns[2], source, prompts)
+
+    def masks(self, lengths: np.ndarray, spans: Spans) -> dict[int | None, Tensor]:
+        """Return :attr:`Packing.masks` of sequences by the rules; none if rules are of items and there are none."""
+        of_items = all(isinstance(rule, BidirectionalItems | ItemsAlone) for rule in self.rules.values())
+        if of_items and not len(spans.rows):
+            return {}
+        return {
+            window: torch.from_numpy(rule.slices(lengths, spans).intervals()) for window, rule in self.rules.items()
+        }
 
     def columns(self, units: InstanceUnits, tokens: np.ndarray, learnt: np.ndarray) -> Mapping[str, Tensor]:
         """Return :attr:`SequenceInputs.columns` of some samples, without alignment rows: ``[..., n]`` on the host.
@@ -132,6 +162,11 @@ class CausalLM(Adapter):
         before: function of the embedded rows ``[T_local, width]`` and the inputs that returns rows, called before slots
             are filled. With context parallelism all inputs but ``packing.lengths`` describe this rank's part of the
             rows.
+        attention: rule by which rows see each other, or its name in :data:`hetero_strategy.mask.RULES`; None: causal.
+            Its items are those of modules with an edge to this one.
+
+    Raises:
+        ModelError: there is no such rule.
     """
 
     kind = CausalLMKind()
@@ -146,9 +181,21 @@ class CausalLM(Adapter):
         # Classes written for 0.1 have transform(hidden, packing), and the parameter's name tells.
         cls._transforms_inputs = [*inspect.signature(cls.transform).parameters][2:3] == ["inputs"]
 
-    def __init__(self, *, before: Callable[[Tensor, SequenceInputs], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        before: Callable[[Tensor, SequenceInputs], Tensor] | None = None,
+        attention: MaskRule | str | None = None,
+    ) -> None:
         super().__init__()
         self.before = before
+        if attention is not None:
+            self.attend_by(attention)
+
+    def attend_by(self, rule: MaskRule | str, windows: Collection[int | None] = (None,)) -> None:
+        """Let rows see each other by a rule, in layers with each of some windows; errors as in the constructor."""
+        self.kind = copy(self.kind)
+        self.kind.rules = by_window(rule, windows)
 
     @abstractmethod
     def embed(self, ids: Tensor) -> Tensor:

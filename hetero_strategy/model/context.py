@@ -25,7 +25,7 @@ class Context(Movable):
     """The keys that the rows of one rank see, among the T keys that are gathered rank by rank.
 
     A segment is a run of the rank's rows that follow each other in one sequence. It sees the keys of its sequence up to
-    its own last row.
+    its own last row; by a rule's mask rows may see later keys, too.
     """
 
     rank: int
@@ -34,10 +34,8 @@ class Context(Movable):
     """Number of context-parallel ranks."""
     keys: Tensor
     """int64 ``[K]``: the gathered keys that any row sees, in the order of rows."""
-    positions: Tensor
-    """int64 ``[K]``: position of each key in its sequence."""
-    sequence: Tensor
-    """int64 ``[K]``: number of each key's sequence."""
+    ends: Tensor
+    """int64 ``[rows]``: place after each row's own key among the K keys."""
     of_segments: Tensor
     """int64: the gathered keys that each segment sees, end to end, for kernels of packed sequences."""
     turns: tuple[Tensor, ...]
@@ -99,15 +97,19 @@ def in_context(inputs: ModuleInputs, rank: int, dealt: Int64[np.ndarray, "ranks 
     # Segments of a sequence follow each other, and the last of them sees all keys that the others see.
     last = np.flatnonzero(np.diff(of, append=-1))
     turn = np.repeat(ragged.within(np.diff(np.append(-1, last))), lengths)
-    keys = torch.from_numpy(ragged.expand(begins[last], lengths[last]))
+    runs, seen = np.flatnonzero(np.diff(sequence[own], prepend=-1)), [own + 1]
+    seen += [mask[1].numpy().max(axis=0)[own] for mask in packing.masks.values()]
+    counts = np.maximum.reduceat(np.max(seen, axis=0), runs) - begins[last]
+    keys = torch.from_numpy(ragged.expand(begins[last], counts))
+    shift = np.repeat(ragged.starts(counts) - begins[last], np.diff(np.append(runs, len(own))))
+    moved = torch.from_numpy(shift.astype(np.int32))
     offsets = [torch.from_numpy(ragged.offsets(each).astype(np.int32)) for each in (rows, lengths)]
     extents = [torch.empty(int(each.max(initial=0)), 0, dtype=torch.float32) for each in (rows, lengths)]
     context = Context(
         rank,
         ranks,
         keys=torch.from_numpy(place)[keys],
-        positions=packing.positions[keys],
-        sequence=packing.sequence[keys],
+        ends=torch.from_numpy(own + 1 + shift),
         of_segments=torch.from_numpy(place[ragged.expand(begins, lengths)]),
         turns=tuple(torch.from_numpy(np.flatnonzero(turn == number)) for number in range(int(turn.max(initial=0)) + 1)),
         offsets=(offsets[0], offsets[1]),
@@ -125,9 +127,7 @@ def in_context(inputs: ModuleInputs, rank: int, dealt: Int64[np.ndarray, "ranks 
             sequence=packing.sequence[own_rows],
             offsets=offsets[0],
             alike=False,
-            buckets=(),
-            gather=None,
-            restore=None,
+            masks={window: mask[..., own_rows] + moved for window, mask in packing.masks.items()},
             context=context,
         ),
         own_labels=own_labels[np.isin(labelled, own)],

@@ -94,20 +94,7 @@ class Movable:
         return self.each(torch.Tensor.pin_memory)
 
 
-@dataclass(frozen=True, eq=False)
-class Bucket:
-    """A group of sequences of similar length, padded together inside attention only."""
-
-    count: int
-    length: int
-    """Rows each sequence is padded to."""
-    start: int
-    """First row of the bucket in the concatenated padded buckets."""
-    mask: torch.Tensor | None
-    """bool ``[count, 1, 1, length]``, true at real rows; None if every sequence fills the bucket's length."""
-
-
-@dataclass(eq=False)  # not frozen: torch 2.11 would compile every field, and buckets always differ
+@dataclass(eq=False)  # not frozen: torch 2.11 would compile every field
 class Packing(Movable):
     """A packing of ragged sequences end to end in one row dimension ``[T]``, with index tensors for attention."""
 
@@ -124,11 +111,9 @@ class Packing(Movable):
     """``[longest, 0]``, without data: compiled code sees :attr:`longest` as a size that changes."""
     alike: bool
     """Whether all sequences, in other microbatches too, have one length that is worth specialised kernels."""
-    buckets: tuple[Bucket, ...]
-    gather: torch.Tensor | None
-    """int64 ``[padded rows]``: row in each slot of the concatenated padded buckets; None if rows need not move."""
-    restore: torch.Tensor | None
-    """int64 ``[T]``: slot of each row in the concatenated padded buckets; None if rows need not move."""
+    masks: Mapping[int | None, torch.Tensor] = field(default_factory=dict)
+    """Window of layers, None for those without one -> first keys and ends of the intervals that a rule lets their rows
+    see, int32 ``[2, m, T]``, see :meth:`~hetero_strategy.mask.Slices.intervals`; empty: causal."""
     context: Context | None = None
     """Context parallelism: these rows belong to one rank, and attention also reads other ranks' rows. All fields above
     but :attr:`lengths` and :attr:`extent` then describe only this rank's rows."""
@@ -140,31 +125,11 @@ class Packing(Movable):
         ``alike``: all sequences of the step, on all instances, have one length. cuDNN makes a plan for each number and
         length of sequences in 0.15 to 2 s (H100), and compiled code specialises on them. If lengths vary, neither is
         worth it for a microbatch whose lengths happen to be equal.
-
-        A bucket holds lengths of at least 3/4 of its longest, so padding is at most a third of the rows and the number
-        of buckets at most ``1 + log(longest / shortest) / log(4/3)``.
         """
         lengths = np.asarray(lengths, dtype=np.int64).reshape(-1)
         starts = ragged.starts(lengths)
         sequence = np.repeat(np.arange(len(lengths)), lengths)
         rows = np.arange(int(lengths.sum()))
-        buckets: list[Bucket] = []
-        gathers: list[np.ndarray] = []
-        restore = np.zeros(len(rows), dtype=np.int64)
-        slot = 0
-        for members in _similar(lengths):
-            longest = int(lengths[members].max())
-            step = np.arange(longest)
-            real = step < lengths[members, None]
-            # A padding slot holds its sequence's first row: any finite value will do, because no real row reads it.
-            source = starts[members, None] + np.where(real, step, 0)
-            restore[source[real]] = slot + np.flatnonzero(real)
-            mask = None if real.all() else torch.from_numpy(real)[:, None, None, :]
-            buckets.append(Bucket(len(members), longest, slot, mask))
-            gathers.append(source.reshape(-1))
-            slot += source.size
-        gather = np.concatenate(gathers) if gathers else rows
-        unmoved = np.array_equal(gather, rows)
         return Packing(
             lengths=lengths,
             positions=torch.from_numpy(rows - starts[sequence]),
@@ -178,10 +143,19 @@ class Packing(Movable):
                 and lengths[0] >= ALIKE_ROWS
                 and lengths[0] % ALIKE_MULTIPLE == 0
             ),
-            buckets=tuple(buckets),
-            gather=None if unmoved else torch.from_numpy(gather),
-            restore=None if unmoved else torch.from_numpy(restore),
         )
+
+    def only(self, units: np.ndarray, more: int = 0) -> Packing:
+        """Return the packing of some sequences, int64 ``[n]``, and of ``more`` rows that follow as one more."""
+        lengths = self.lengths[units]
+        made = Packing.of(np.append(lengths, more) if more else lengths)
+        source = ragged.expand(ragged.starts(self.lengths)[units], lengths)
+        shift = torch.from_numpy((np.arange(len(source)) - source).astype(np.int32))
+        for window, mask in self.masks.items():
+            rest = mask.new_zeros(2, mask.shape[1], more)
+            rest[:, 0] = torch.stack([torch.full((more,), len(source)), torch.arange(more) + len(source) + 1])
+            made.masks = {**made.masks, window: torch.cat([mask[..., torch.from_numpy(source)] + shift, rest], dim=2)}
+        return made
 
     @property
     def rows(self) -> int:
@@ -246,7 +220,7 @@ class EncoderInputs(ModuleInputs):
     def only(self, units: np.ndarray) -> Self:
         raw = self.sizes.prod(axis=1) if self.raw_rows is None else self.raw_rows
         values = runs_of(self.values, raw, units) if len(self.values) else self.values
-        packing = Packing.of(self.packing.lengths[units])
+        packing = self.packing.only(units)
         sizes, rows = self.sizes[units], self.rows[units]
         return replace(self, values=values, sizes=sizes, rows=rows, packing=packing, raw_rows=raw[units], slots={})
 
@@ -303,7 +277,7 @@ class SequenceInputs(ModuleInputs):
     def only(self, units: np.ndarray) -> Self:
         lengths = self.packing.lengths
         rows = host_index(ragged.expand(ragged.starts(lengths)[units], lengths[units]), self.ids)
-        return replace(self.cut(rows), packing=Packing.of(lengths[units]), slots={})
+        return replace(self.cut(rows), packing=self.packing.only(units), slots={})
 
     def cut(self, rows: torch.Tensor) -> Self:
         """Return inputs with the ids, labels and columns of some rows, int64 ``[n]``, and the packing of all."""
@@ -358,22 +332,6 @@ def tensors_of(data: Any) -> list[torch.Tensor]:
 
     _moved(data, note)
     return tensors
-
-
-def _similar(lengths: np.ndarray) -> list[np.ndarray]:
-    """Group sequence numbers by similar length; zero lengths are in no group."""
-    order = np.argsort(-lengths, kind="stable")
-    descending = lengths[order]
-    nonempty = int(np.count_nonzero(descending))
-    groups = []
-    first = 0
-    while first < nonempty:
-        shortest = -(-3 * int(descending[first]) // 4)
-        last = int(np.searchsorted(-descending[:nonempty], -shortest, side="right"))
-        groups.append(np.sort(order[first:last]))
-        first = last
-    # In order of first appearance, so that sequences already in bucket order need no gather.
-    return sorted(groups, key=lambda group: int(group[0]))
 
 
 def _moved(data: _Data, move: Callable[[torch.Tensor], Any]) -> _Data:

@@ -211,7 +211,7 @@ def _run(
 def _filled_up(inputs: SequenceInputs, more: int) -> SequenceInputs:
     """Append alignment rows, as a plan does."""
     ids, labels = F.pad(inputs.ids, (0, more)), F.pad(inputs.labels, (0, more), value=IGNORE)
-    packing = Packing.of(np.append(inputs.packing.lengths, more))
+    packing = inputs.packing.only(np.arange(len(inputs.packing.lengths)), more)
     columns = {name: F.pad(column, (0, more)) for name, column in inputs.columns.items()}
     return replace(inputs, ids=ids, labels=labels, labelled=None, packing=packing, columns=columns)
 

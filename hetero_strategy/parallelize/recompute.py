@@ -35,6 +35,7 @@ MATMULS: list[Any] = [
 ]  # fmt: skip
 """Operators whose results are worth their memory: products of matrices, attention, and sums of tensor parallelism over
 its ranks. Gathers of tensor parallelism, as large as the rows of all its ranks, run again."""
+MATMULS.append(torch.ops.hetero.attend_in_blocks.default)
 if VARLEN:
     MATMULS.append(torch.ops.torch_attn._varlen_attn.default)
 

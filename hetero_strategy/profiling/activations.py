@@ -1,13 +1,13 @@
 """Bytes of activations of a model's blocks, measured on the real modules over fake tensors: no memory, no device.
 
 A block's forward and backward run at full size in their compute dtype, on tensors that have shapes alone
-(``FakeTensorMode``), while memory is counted as operators make and free it. A block's memory grows with the
-:data:`FEATURES` of its inputs, so a few packings determine all of it.
+(``FakeTensorMode``), while memory is counted as operators make and free it. A block's memory grows with its rows, and
+in context parallelism with the other :data:`FEATURES` of its inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from functools import partial
@@ -33,14 +33,14 @@ from hetero_strategy.model.tensor_parallel import begins_columns, ends_columns, 
 from hetero_strategy.parallelize.transform import Site, Transform
 from hetero_strategy.parallelize.transforms import choices, label, way
 from hetero_strategy.profiling.allocations import Allocations
-from hetero_strategy.profiling.stage_memory import FEATURES, KEYS, Activations, BlockBytes, Head, HeadBytes, features
+from hetero_strategy.profiling.stage_memory import FEATURES, KEYS, Activations, BlockBytes, Head, HeadBytes
 from hetero_strategy.runtime import backward
 from hetero_strategy.runtime.actions import Output
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 """Data type by bytes of a number."""
 ROWS = 2**18
-"""Rows of the measured packings: so many that weights and their gradients are negligible beside activations."""
+"""Rows of the measured packing: so many that weights and their gradients are negligible beside activations."""
 
 
 Ways = Mapping[str, tuple[Transform, ...]]
@@ -60,7 +60,6 @@ def activations_of(
     model: MultimodalModel,
     dtype: torch.dtype = torch.bfloat16,
     *,
-    buckets: bool = False,
     ways: Mapping[str, Ways] = MappingProxyType({}),
 ) -> dict[str, Activations]:
     """Measure the activations of all modules.
@@ -68,31 +67,29 @@ def activations_of(
     Args:
         model: model as built, before anything is parallelised, in training mode; on the meta device it costs no memory.
         dtype: data type of rows and of weights that compute.
-        buckets: whether attention runs on padded buckets, as it does except on CUDA in half precision.
         ways: ways to measure by module; default: those that a plan may choose.
     """
     activations = {}
     for name, fed in spec_of(model).fed_by_trainable().items():
         module = model.modules_by_name[name]
         of = ways[name] if name in ways else ways_of(len(module.blocks()), {})
-        activations[name] = _Module(module, fed, dtype, buckets).measured(of)
+        activations[name] = _Module(module, fed, dtype).measured(of)
     return activations
 
 
 class _Module:
     """A measurement of one module."""
 
-    def __init__(self, module: Adapter, fed: bool, dtype: torch.dtype, buckets: bool) -> None:
+    def __init__(self, module: Adapter, fed: bool, dtype: torch.dtype) -> None:
         self.module, self.fed, self.dtype = module, fed, dtype
         self.row = (module.hidden_width if module.blocks() else module.width) * dtype.itemsize
-        self.packings = list(_packings(module))[: None if buckets else 1]
+        self.lengths = np.full(ROWS // (4 * module.example_unit), 4 * module.example_unit)
         self.known: dict[Any, np.ndarray] = {}
-        self.of_attention: dict[Any, np.ndarray] = {}
 
     def measured(self, ways: Ways) -> Activations:
         try:
             with FakeTensorMode():
-                known = self.module.example(self.packings[0])
+                known = self.module.example(self.lengths)
             return self._by_formula(ways) if known is None else self._by_run(ways, known)
         except (DataDependentOutputException, DynamicOutputShapeException):  # such as experts that are looped over
             return self._by_formula(ways)
@@ -138,30 +135,19 @@ class _Module:
         sizes = tuple(
             (tuple(p.shape), p.requires_grad) for block in stage.blocks().values() for p in block.parameters()
         )
-        attention = (flows, label(changes), sizes)
-        key = (stage.first_stage, stage.last_stage, *attention)
+        key = (stage.first_stage, stage.last_stage, flows, label(changes), sizes)
         if key not in self.known:
-            packings = self.packings[:1] if attention in self.of_attention else self.packings
-            measured = [self._quantities(stage, lengths, flows, changes) for lengths in packings]
-            packed_features, quantities = np.stack([x for x, _ in measured]), np.array([y for _, y in measured])
-            fitted = np.zeros((quantities.shape[1], len(FEATURES)))
-            fitted[:, 0] = quantities[0] / packed_features[0, 0]
-            if len(packings) > 1:
-                self.of_attention[attention] = _fitted(
-                    packed_features[1:, 1:KEYS], quantities[1:] - np.outer(packed_features[1:, 0], fitted[:, 0])
-                )
-            fitted[:, 1:KEYS] = self.of_attention.get(attention, 0.0)
-            fitted[:, KEYS:] = self._in_context(flows, changes)
-            self.known[key] = fitted
+            per_row = np.array(self._quantities(stage, flows, changes)) / self.lengths.sum()
+            self.known[key] = np.concatenate([per_row[:, None], self._in_context(flows, changes)], axis=1)
         return self.known[key]
 
     def _in_context(self, flows: bool, changes: tuple[Transform, ...]) -> Float64[np.ndarray, "quantities context"]:
         """Return the bytes that context parallelism adds: visible keys and values are copies of the gathered ones, and
-        both have gradients. A mask is made of numbers.
+        both have gradients.
         """
         numbers, width = np.zeros((6, len(FEATURES) - KEYS)), self.module.context_width
-        numbers[3:5] = [[width, width, 1], [2 * width * flows, width * flows, flows]]
-        numbers[0, 0], numbers[2, 2] = np.array([width, 1]) * (flows and not changes)
+        numbers[3:5] = [[width, width], [2 * width * flows, width * flows]]
+        numbers[0, 0] = width * (flows and not changes)
         return numbers * self.dtype.itemsize
 
     def _later(self, fqns: Sequence[str], changes: tuple[Transform, ...]) -> float:
@@ -169,16 +155,13 @@ class _Module:
         less what it shares with earlier blocks, such as tables of positions.
         """
         stages = [self._stage(part, first=False, last=False) for part in (fqns[:1], fqns[:2])]
-        measured = [self._quantities(stage, self.packings[0], True, changes) for stage in stages]
-        one, two = (sum(quantities[:3]) / counts[0] for counts, quantities in measured)
+        one, two = (sum(self._quantities(stage, True, changes)[:3]) / self.lengths.sum() for stage in stages)
         return float(two - 2 * one)
 
-    def _quantities(
-        self, stage: Adapter, lengths: np.ndarray, flows: bool, changes: tuple[Transform, ...]
-    ) -> tuple[Float64[np.ndarray, "features"], list[float]]:
-        """Return the features of a packing, and the bytes that a stage needs for it."""
+    def _quantities(self, stage: Adapter, flows: bool, changes: tuple[Transform, ...]) -> list[float]:
+        """Return the bytes that a stage needs for all rows."""
         with FakeTensorMode(), ExitStack() as undo:
-            inputs = self.module.example(lengths)
+            inputs = self.module.example(self.lengths)
             assert inputs is not None
             hidden, rows = None, {}
             if not stage.first_stage:
@@ -204,7 +187,7 @@ class _Module:
                 quantities, split = _whole(run, counted, trains), flows and weights and not changes
                 return [*quantities, _halves(run, counted, leaves, weights) if split else quantities[-1]]
 
-            return features(inputs.packing), _Fake(stage, self.dtype).do(work)
+            return _Fake(stage, self.dtype).do(work)
 
     def _head(self, fqns: Sequence[str]) -> Head | None:
         if not isinstance(self.module, CausalLM):
@@ -358,20 +341,3 @@ def _keys(values: Any) -> set[int]:
 def _block_bytes(quantities: Float64[np.ndarray, "blocks quantities features"], later: float) -> BlockBytes:
     """Build :class:`BlockBytes` from quantities in the order of its fields."""
     return BlockBytes(quantities[:, :3].swapaxes(0, 1), later, *(quantities[:, i] for i in (3, 4, 5)))
-
-
-def _fitted(
-    given: Float64[np.ndarray, "packings _features"], measured: Float64[np.ndarray, "packings quantities"]
-) -> Any:
-    """Fit bytes per feature, ``[quantities, features]``."""
-    scale = np.maximum(given.max(axis=0), 1.0)
-    coefficients: np.ndarray = np.linalg.lstsq(given / scale, measured, rcond=None)[0] / scale[:, None]
-    return coefficients.T
-
-
-def _packings(module: Adapter) -> Iterator[np.ndarray]:
-    """Yield lengths of packings that tell :data:`FEATURES` apart: unmoved, moved, and two with different shares of
-    padding.
-    """
-    for lengths in ((4,), (4, 2), (4, 3), (8, 6)):
-        yield np.resize(np.array(lengths) * module.example_unit, ROWS // (module.example_unit * max(lengths)))

@@ -109,14 +109,13 @@ def memory_model(
         accumulates: whether an optimizer step has several batches.
     """
     on_cpu = device == "cpu"
-    dtype, buckets = DTYPES[precision.compute], on_cpu or precision.compute > 2
+    dtype = DTYPES[precision.compute]
     ways = {name: ways_of(len(m.blocks()), transforms.get(name, {})) for name, m in model.modules_by_name.items()}
     changes = (each for by_label in ways.values() for way in by_label.values() for each in way)
     known = {"activations": {name: [*of] for name, of in ways.items()}, "changes": _code(map(type, changes))}
-    of = {**structure(model), **known, "dtype": str(dtype), "buckets": buckets}
-    activations = cached(lambda: activations_of(model, dtype, buckets=buckets, ways=ways), of, _activations)
-    allocator = replace(CPU if on_cpu else CUDA, buckets=buckets)
-    return MemoryModel(shape, activations, precision, allocator, accumulates)
+    of = {**structure(model), **known, "dtype": str(dtype)}
+    activations = cached(lambda: activations_of(model, dtype, ways=ways), of, _activations)
+    return MemoryModel(shape, activations, precision, CPU if on_cpu else CUDA, accumulates)
 
 
 def seconds_of(

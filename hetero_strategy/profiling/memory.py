@@ -18,14 +18,12 @@ from jaxtyping import Float64, Int64
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.spec import ModuleLayout, Placement
-from hetero_strategy.model.inputs import Packing
 from hetero_strategy.model.spec import ModelSpec
 from hetero_strategy.parallelize.transform import Transform
 from hetero_strategy.parallelize.transforms import Transforms, label, settings, way
 from hetero_strategy.plan.step_plan import Assignment, StepPlan
 from hetero_strategy.profiling.memory_changes import AFTER, ALWAYS, DURING, Changes, Walk
 from hetero_strategy.profiling.stage_memory import (
-    FEATURES,
     Activations,
     StageBytes,
     StageNeeds,
@@ -61,13 +59,11 @@ class Allocator:
     step's."""
     holds_sent: bool = True
     """Whether sent rows stay until they are known to have arrived, as gloo does not say when they have left."""
-    buckets: bool = True
-    """Whether attention pads sequences of similar length together."""
 
 
 CPU = Allocator()
 """Allocator for gloo: counts the tensors alone."""
-CUDA = Allocator(margin=0.05, communicator=128 * 2**20, messages=True, copies=True, holds_sent=False, buckets=False)
+CUDA = Allocator(margin=0.05, communicator=128 * 2**20, messages=True, copies=True, holds_sent=False)
 """Allocator for NCCL, whose buffers for collectives are 4 MiB (``NCCL_BUFFSIZE``) for each direction of 16 channels;
 the margin is an assumption."""
 
@@ -202,15 +198,10 @@ class MemoryModel:
 
     def _given(self, assignment: Assignment, cp: int) -> Float64[np.ndarray, "instances features"]:
         """Return the features of every instance's packing, on a rank."""
+        if cp == 1:
+            return features(assignment.totals(inner=True))
         instances = range(len(assignment.offsets) - 1)
-        if cp > 1:
-            masked = self.allocator.buckets
-            return np.stack([features_in_context(assignment.inner_rows_of(i), cp, masked) for i in instances])
-        if self.allocator.buckets:
-            return np.stack([features(Packing.of(assignment.inner_rows_of(i))) for i in instances])
-        quantities = np.zeros((len(assignment.offsets) - 1, len(FEATURES)))
-        quantities[:, 0] = assignment.totals(inner=True)
-        return quantities
+        return np.stack([features_in_context(assignment.inner_rows_of(i), cp) for i in instances])
 
     def _payload(self, plan: StepPlan, schedule: Schedule, changes: Changes) -> None:
         """Note payload on the first stage of each module that a rank has. If payload is copied, it is on the device

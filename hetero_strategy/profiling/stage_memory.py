@@ -12,7 +12,6 @@ from jaxtyping import Float64, Num
 
 from hetero_strategy import ragged
 from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.model.inputs import Packing
 from hetero_strategy.model.spec import ModuleSpec
 from hetero_strategy.parallelize.gradients import BUCKET_BYTES
 from hetero_strategy.parallelize.transform import Transform
@@ -278,49 +277,26 @@ def _row(measured: BlockBytes, name: str, block: int) -> Float64[np.ndarray, "fe
     return values[:, block].sum(axis=0) if name == "kept" else values[block]
 
 
-FEATURES = (
-    "row",
-    "row of a packing that is moved",
-    "row of its padded buckets",
-    "pair of a bucket with a mask",
-    "key of other context-parallel ranks that is seen",
-    "key of all of them",
-    "pair of a row and a key that it may see",
-)
-"""Quantities that activations grow with. The three after the first belong to attention in buckets; flash kernels need
-neither moved nor padded rows. The last three belong to context parallelism, where all but flash kernels take a mask of
-pairs.
-"""
-KEYS, ALL, PAIRS = range(4, 7)
+FEATURES = ("row", "key of other context-parallel ranks that is seen", "key of all of them")
+"""Quantities that activations grow with; the last two belong to context parallelism."""
+KEYS, ALL = range(1, 3)
 
 
-def features(packing: Packing) -> Float64[np.ndarray, "features"]:
-    """Count the :data:`FEATURES` of a packing."""
-    moved, buckets = packing.gather is not None, packing.buckets
-    padded = sum(b.count * b.length for b in buckets) if moved else 0
-    pairs = sum(b.count * b.length**2 for b in buckets if b.mask is not None)
-    return np.array([packing.rows, packing.rows if moved else 0, padded, pairs, 0, 0, 0], dtype=np.float64)
+def features(rows: Num[np.ndarray, "..."] | int) -> Float64[np.ndarray, "... features"]:
+    """Count the :data:`FEATURES` of numbers of rows."""
+    return np.multiply.outer(np.asarray(rows, np.float64), np.eye(len(FEATURES))[0])
 
 
-def features_in_context(
-    lengths: Num[np.ndarray, "sequences"], cp: int, masked: bool
-) -> Float64[np.ndarray, "features"]:
-    """Count the :data:`FEATURES` of the context-parallel rank that sees most keys.
-
-    Args:
-        masked: whether attention takes a mask, as it does except on CUDA in half precision.
-    """
+def features_in_context(lengths: Num[np.ndarray, "sequences"], cp: int) -> Float64[np.ndarray, "features"]:
+    """Count the :data:`FEATURES` of the context-parallel rank that sees most keys."""
     total, starts = int(np.sum(lengths)), ragged.starts(np.asarray(lengths))
     own, ends = total / cp, np.arange(2 * cp + 1) * total // (2 * cp)
     first = starts[np.searchsorted(starts, ends[:-1], side="right") - 1]  # of each chunk's first sequence
     near, far, keys = slice(cp), slice(-1, cp - 1, -1), ends[1:] - first
-    # Keys that both chunks see count once with a mask, and on the last rank, whose chunks are neighbours.
+    # The last rank's chunks are neighbours: keys that both see count once.
     both = np.clip(ends[1:][near] - np.maximum(first[far], first[near]), 0, None)
-    both[: -1 if not masked else 0] = 0
-    seen = float((keys[near] + keys[far] - both).max())
-    quantities = np.zeros(len(FEATURES))
-    quantities[[0, KEYS, ALL, PAIRS]] = own, seen - own, total, own * seen * masked
-    return quantities
+    both[:-1] = 0
+    return np.array([own, float((keys[near] + keys[far] - both).max()) - own, total])
 
 
 class HeadBytes(NamedTuple):

@@ -52,8 +52,7 @@ class HFComposedLM(HFCausalLM):
         keep_only(self.model, (path, self.head_path), loose=False)
         self.deepstack, self.first_blocks = deepstack, max(1, deepstack)
         self.width = self.hidden_width * (1 + deepstack)
-        self.kind = HFTextKind(model_class.__name__, config.to_dict())
-        self.context_parallel = self.context_parallel and not self.kind.blockwise
+        self.kind = HFTextKind(model_class.__name__, config.to_dict(), self.windows)
 
     @override
     def forward(

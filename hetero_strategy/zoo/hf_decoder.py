@@ -89,9 +89,9 @@ class HFCausalLM(HFAdapter, CausalLM):
             self.max_length = text.max_position_embeddings
         mixers = self._run_mixers_by_sequence()
         calls = [call for calls in parts.attention for call in calls]
-        self.context_parallel = (
-            all(parts.attention) and not mixers and not any(c.sinks or c.softcap or c.chunk for c in calls)
-        )
+        self.windows = list(dict.fromkeys(call.window for call in calls))
+        """Windows of the layers, None for those without one."""
+        self.context_parallel = all(parts.attention) and not mixers and not any(c.chunk for c in calls)
         self.context_width = max((call.context_width for call in calls), default=0)
         self.width = self.hidden_width = text.hidden_size
         self.vocab_size, self.head_rows = text.vocab_size, head_rows_of(text.vocab_size)
@@ -165,12 +165,12 @@ class HFCausalLM(HFAdapter, CausalLM):
     ) -> Any:
         """Call a base, in which stand-ins may be, on rows ``[1, T, width]``; without a packing no block may run.
 
-        Columns may have the ``blocks`` of :class:`PackedMask`, and ``positions`` int64 ``[axes, T]``.
+        Columns may have ``positions``, int64 ``[axes, T]``.
         """
         count = rows.shape[1]
         positions = rows.new_zeros(1, count, dtype=torch.int64) if packing is None else packing.positions[None]
         positions = columns.get("positions", positions)
-        with packed_rows(packing, columns.get("blocks")):
+        with packed_rows(packing):
             return base(
                 inputs_embeds=rows,
                 position_ids=positions if len(positions) == 1 else positions[:, None],

@@ -40,8 +40,6 @@ class PackedMask(Movable):
     """Most rows that a row sees, including itself."""
     chunk: int | None = None
     """Length of the chunks that see only themselves; :attr:`packing` is cut into them already."""
-    blocks: Tensor | None = None
-    """int64 ``[T]``: block of each row, as in :func:`packed_attention`."""
 
 
 class AttentionCall(NamedTuple):
@@ -68,15 +66,14 @@ class AttentionCall(NamedTuple):
         return 2 * self.heads * (self.key_width + self.value_width) * pairs
 
 
-_Rows = tuple[Packing | None, Tensor | None]
-_rows: ContextVar[_Rows] = ContextVar("hetero_packed_rows", default=(None, None))
+_rows: ContextVar[Packing | None] = ContextVar("hetero_packed_rows", default=None)
 _calls: ContextVar[list[AttentionCall] | None] = ContextVar("hetero_attention_calls", default=None)
 
 
 @contextmanager
-def packed_rows(packing: Packing | None, blocks: Tensor | None = None) -> Iterator[None]:
+def packed_rows(packing: Packing | None) -> Iterator[None]:
     """Make transformers' masks those of packed rows, in a base's forward inside the context; None: none."""
-    token = _rows.set((packing, blocks))
+    token = _rows.set(packing)
     try:
         yield
     finally:
@@ -85,7 +82,7 @@ def packed_rows(packing: Packing | None, blocks: Tensor | None = None) -> Iterat
 
 def rows_now() -> Packing | None:
     """Return the packing of :func:`packed_rows`, if any."""
-    return _rows.get()[0]
+    return _rows.get()
 
 
 @contextmanager
@@ -142,26 +139,26 @@ def some_mask(rows: int) -> Tensor:
 
 def _mask(*, mask_function: Any, local_size: int | None = None, **_: Any) -> PackedMask | None:
     """Make the mask of one kind of layer; outside :func:`packed_rows`, where no layer runs, none."""
-    packing, blocks = _rows.get()
+    packing = _rows.get()
     if packing is None:
         return None
     if local_size is None:
-        return PackedMask(packing, blocks=blocks)
+        return PackedMask(packing)
     # A window of n rows ends n - 1 rows before a row n, and a chunk of n rows begins at row n.
     first, row, near = (torch.tensor(number, device="cpu") for number in (0, local_size, 1))
     if local_size <= 1 or bool(mask_function(first, first, row, near)):
-        return PackedMask(packing, window=local_size, blocks=blocks)
+        return PackedMask(packing, window=local_size)
     if packing.longest > local_size:
         packing = _chunked(packing, local_size)
-    return PackedMask(packing, chunk=local_size, blocks=blocks)
+    return PackedMask(packing, chunk=local_size)
 
 
 def _chunked(packing: Packing, size: int) -> Packing:
     """Cut sequences into chunks of ``size`` rows, which are sequences of their own to attention."""
-    if packing.context is not None:
+    if packing.context is not None or packing.masks:
         raise ModelError(
             f"attention in chunks of {size} rows and a sequence of {packing.longest} rows do not know context"
-            " parallelism: set cp=1"
+            " parallelism and rules of attention: set cp=1, attention=None"
         )
     device = packing.positions.device
     chunks = Packing.of(_chunks(packing.lengths, size))
@@ -226,7 +223,6 @@ def _attention(
         dropout=dropout,
         softcap=softcap,
         sinks=s_aux,
-        blocks=mask.blocks,
     )
     return out[..., :wide].transpose(1, 2).contiguous(), None  # some classes take views of it
 

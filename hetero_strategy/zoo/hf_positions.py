@@ -1,15 +1,16 @@
-"""Positions and blocks of rows of a transformers composite, made in the loader by the composite's own forward.
+"""Positions and masks of rows of a transformers composite, found by the composite's own forward.
 
 The forward of Qwen2.5-VL gives its language model positions along three axes, that of Gemma 3 a mask in which an
 image's rows see each other, that of PaliGemma both a mask and positions from 1. None of this needs a weight: a copy of
-the composite on the meta device runs up to its language model, in whose place a listener notes the arguments.
+the composite on the meta device runs up to its language model, in whose place a listener notes the arguments. Positions
+are made so for each sample, in the loader; the rule of the mask is found once, by samples with known items.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -22,12 +23,13 @@ from typing_extensions import override
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ModelError
+from hetero_strategy.mask import BidirectionalItems, MaskRule, Prefix, Spans, by_window
 from hetero_strategy.model.causal_lm import CausalLMKind
 from hetero_strategy.model.inputs import SequenceInputs
 from hetero_strategy.model.kind import InstanceUnits, PlacedItems
 
-POSITIONS, BLOCKS = "positions", "blocks"
-"""Names of the columns: int64 ``[axes, T]``, and int64 ``[T]``, the number of a row's block in its sequence or -1."""
+POSITIONS = "positions"
+"""Name of the column, int64 ``[axes, T]``."""
 TYPES = {"image": 1, "video": 2, "audio": 3}
 """Number of a kind of media in transformers' ``mm_token_type_ids``; 0 is text."""
 MASK = "hetero_heard"
@@ -35,22 +37,26 @@ MASK = "hetero_heard"
 
 
 class HFTextKind(CausalLMKind):
-    """A kind for the language model of a transformers composite, whose columns the composite's own forward makes.
+    """A kind for the language model of a transformers composite, whose forward decides on positions and masks.
 
     Args:
         architecture: name of transformers' class of the composite.
         config: content of its config.json.
+        windows: windows of the language model's layers, None for layers without one.
 
     Raises:
         ModelError: the forward fails on a sample of text.
     """
 
-    def __init__(self, architecture: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, architecture: str, config: Mapping[str, Any], windows: Collection[int | None] = (None,)) -> None:
         self.composite = (architecture, json.dumps(config, default=str))  # a hashable key of each worker's listener
         listener = _listener(*self.composite)
-        self.vocabulary, self.blockwise = listener.vocabulary, listener.blockwise
-        heard = listener.hear(np.zeros(4, np.int64), np.zeros(4, np.int64), np.zeros(4, bool), {})
-        self.text_is_plain = heard.plain
+        self.vocabulary, self.axes = listener.vocabulary, listener.axes
+        if listener.blocks:
+            widest = max((window for window in windows if window is not None), default=None)
+            self.rules = by_window(listener.rule(widest), windows)
+        none = np.zeros(4, np.int64)
+        self.text_is_plain = torch.equal(listener.hear(none, none, none > 0, {}), torch.arange(4)[None])
 
     @override
     def inputs(self, units: InstanceUnits) -> SequenceInputs:
@@ -63,54 +69,37 @@ class HFTextKind(CausalLMKind):
 
     @override
     def columns(self, units: InstanceUnits, tokens: np.ndarray, learnt: np.ndarray) -> Mapping[str, Tensor]:
-        listener, lengths = _listener(*self.composite), units.edge_rows
-        if not listener.axes and not listener.blockwise:
+        if not self.axes:
             return {}
+        listener, lengths = _listener(*self.composite), units.edge_rows
         placed = [each for each in units.content.placed(units.numbers) if each.field in TYPES]
         starts = ragged.starts(lengths)
         types = np.zeros(len(tokens), np.int64)
         for each in placed:
             types[ragged.expand(starts[each.sample] + each.start, each.rows)] = TYPES[each.field]
-        positions, blocks = [], []
+        positions = [torch.zeros(self.axes, 0, dtype=torch.int64)]
         for sample, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
             own = slice(start, start + length)
             if not length or (self.text_is_plain and not types[own].any()):
-                heard = Heard(length)
+                heard = torch.arange(length)[None]
             else:
                 heard = listener.hear(tokens[own], types[own], learnt[own], _grids(placed, sample))
-            positions.append(heard.positions)
-            blocks.append(heard.blocks)
-        columns = {}
-        if listener.axes:
-            none = torch.zeros(listener.axes, 0, dtype=torch.int64)
-            columns[POSITIONS] = torch.cat([none, *(each.expand(listener.axes, -1) for each in positions)], dim=1)
-        if listener.blockwise:
-            columns[BLOCKS] = torch.cat([*blocks, torch.zeros(0, dtype=torch.int64)])
-        return columns
+            positions.append(heard.expand(self.axes, -1))
+        return {POSITIONS: torch.cat(positions, dim=1)}
 
-
-class Heard:
-    """The positions and blocks that a language model is given for one sample of T rows.
-
-    Args:
-        rows: T.
-        positions: int64 ``[axes, T]``; None: 0 to T - 1.
-        ahead: whether each row sees the next one, bool ``[T - 1]``; None: none does.
-    """
-
-    def __init__(self, rows: int, positions: Tensor | None = None, ahead: Tensor | None = None) -> None:
-        counted = torch.arange(rows)[None]
-        self.positions = counted if positions is None else positions
-        self.blocks = torch.full((rows,), -1)
-        if ahead is not None and ahead.any():
-            first, last = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
-            number = torch.cat([first, ~ahead]).cumsum(0) - 1
-            self.blocks = torch.where(torch.cat([last, ahead]) | torch.cat([ahead, last]), number, -1)
-        self.plain = bool((self.positions == counted).all()) and not self.blockwise
-
-    @property
-    def blockwise(self) -> bool:
-        return bool((self.blocks >= 0).any())
+    @override
+    def spans(self, units: InstanceUnits, learnt: np.ndarray) -> Spans:
+        """Return the items of the fields that have blocks; items of a field without rows between them are one block."""
+        spans, blocks = super().spans(units, learnt), _listener(*self.composite).blocks
+        fields = {each.module: each.field for each in units.content.placed(units.numbers)}
+        of = np.array([fields[source] for source in spans.source.tolist()])
+        keep = np.flatnonzero(np.isin(of, [*blocks]))
+        keep = keep[np.lexsort((spans.start[keep], spans.sequence[keep]))]
+        sequence, start, rows, of = spans.sequence[keep], spans.start[keep], spans.rows[keep], of[keep]
+        apart = (sequence[1:] != sequence[:-1]) | (start[1:] != (start + rows)[:-1]) | (of[1:] != of[:-1])
+        first = np.flatnonzero(np.append(True, apart)[: len(rows)])
+        total = np.add.reduceat(rows, first) if len(first) else rows
+        return Spans(sequence[first], start[first], total, of[first], spans.prompts)
 
 
 class _Stopped(Exception):
@@ -138,15 +127,15 @@ class _Listener:
         self.takes = inspect.signature(type(self.base).forward).parameters
         tokens = [_token(model.config, kind) for kind in TYPES]
         self.token = np.array([0, *(0 if token is None else token for token in tokens)])
-        self.suffixes, self.axes, self.blockwise = False, 0, False
-        self._probe(
-            model_class.__name__,
-            model.config,
-            [0, *(TYPES[kind] for kind in ("image", "video") if self.token[TYPES[kind]])],
-        )
+        self.who = model_class.__name__
+        self.merge = getattr(getattr(model.config, "vision_config", None), "spatial_merge_size", 1)
+        self.suffixes, self.axes = False, 0
+        self.blocks: list[str] = []
+        """Fields whose items are blocks of rows that see each other; all if the rows before a label are one."""
+        self._probe([0, *(TYPES[kind] for kind in ("image", "video") if self.token[TYPES[kind]])])
 
-    def hear(self, ids: np.ndarray, types: np.ndarray, learnt: np.ndarray, columns: Mapping[str, Tensor]) -> Heard:
-        """Return what the language model is given for one sample.
+    def hear(self, ids: np.ndarray, types: np.ndarray, learnt: np.ndarray, columns: Mapping[str, Tensor]) -> Tensor:
+        """Return the positions that the language model is given for one sample, int64 ``[axes, T]``.
 
         Args:
             ids: token ids, int ``[T]``.
@@ -157,7 +146,7 @@ class _Listener:
         with torch.device("cpu"):  # a module's constructor runs on the meta device
             return self._hear(ids, types, learnt, columns)
 
-    def _hear(self, ids: np.ndarray, types: np.ndarray, learnt: np.ndarray, columns: Mapping[str, Tensor]) -> Heard:
+    def _hear(self, ids: np.ndarray, types: np.ndarray, learnt: np.ndarray, columns: Mapping[str, Tensor]) -> Tensor:
         kinds = torch.from_numpy(types)[None]
         later = torch.from_numpy(np.cumsum(learnt) > 0)[None]
         arguments = {
@@ -170,13 +159,9 @@ class _Listener:
         self.masks.clear()
         with suppress(_Stopped):
             self.base.forward(**{name: value for name, value in arguments.items() if name in self.takes})
-        positions = self.positions
-        ahead = [_seen(mask, torch.arange(len(ids) - 1), torch.arange(1, len(ids))) for mask in self.masks]
-        return Heard(
-            len(ids),
-            None if positions is None else positions.squeeze(-2).reshape(-1, len(ids)),
-            torch.stack(ahead).any(0) if ahead else None,
-        )
+        if self.positions is None:
+            return torch.arange(len(ids))[None]
+        return self.positions.squeeze(-2).reshape(-1, len(ids))
 
     def _stop(self, *args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> None:
         """Note the positions that the language model is given, and end the forward."""
@@ -194,33 +179,52 @@ class _Listener:
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, listen)
         text._attn_implementation = name
 
-    def _probe(self, who: str, config: Any, types: list[int]) -> None:
-        """Find out which columns the composite needs, by samples with two rows of one item between texts."""
-        merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)
-        grid = torch.tensor([[1, merge, 2 * merge]], device="cpu")
-        for kind in types:
-            grids = {f"{name}_grid_thw": grid for name, number in TYPES.items() if number == kind}
-            sample = np.zeros(6, np.int64), np.array([0, 0, kind, kind, 0, 0]), np.zeros(6, bool), grids
-            try:
-                heard = self.hear(*sample)
-                if int(heard.blocks[0]) >= 0:  # not the items' rows have another type, but those after the prompt
-                    self.suffixes = True
-                    heard = self.hear(*sample)
-            except Exception as fault:  # several kinds
-                reason = " ".join(str(fault).split())
-                raise ModelError(
-                    f"{who}: its forward fails before the language model: {type(fault).__name__} {reason}; its language"
-                    " model alone is read by hf_causal_lm(part='llm')"
-                ) from fault
-            steps = torch.arange(6, device="cpu")
-            blocks = heard.blocks
-            known = (steps <= steps[:, None]) | ((blocks[:, None] == blocks) & (blocks >= 0))
-            for mask in self.masks:
-                if bool((_seen(mask, steps[:, None].expand(6, 6), steps.expand(6, 6)) & ~known).any()):
-                    raise ModelError(f"{who}: its rows see later rows other than those of their own item; not built")
-            self.blockwise = self.blockwise or heard.blockwise
-            if not torch.equal(heard.positions, steps[None]):
-                self.axes = max(self.axes, len(heard.positions))
+    def _probe(self, kinds: list[int]) -> None:
+        """Find out which positions and blocks the composite needs, by samples with two rows of an item among texts."""
+        for kind in kinds:
+            types = np.array([0, 0, kind, kind, 0, 0])
+            positions, seen = self._sample(types)
+            if seen.any(0)[0, 1]:  # not the items' rows have another type, but those after the prompt
+                self.suffixes, self.blocks = True, [*TYPES]
+                positions, seen = self._sample(types)
+            block = np.ones(6, bool) if self.suffixes else types > 0
+            own = torch.from_numpy(block & block[:, None])
+            if bool((seen & torch.ones(6, 6).triu(1).bool() & ~own).any()):
+                raise ModelError(f"{self.who}: its rows see later rows other than those of their own item; not built")
+            if not self.suffixes and seen.any(0)[2, 3]:
+                self.blocks += [name for name, number in TYPES.items() if number == kind]
+            if not torch.equal(positions, torch.arange(6)[None]):
+                self.axes = max(self.axes, len(positions))
+
+    def rule(self, window: int | None) -> MaskRule:
+        """Return the rule of blocks, by an item longer than a window."""
+        rows = (window or 1) + 3
+        kind = 0 if self.suffixes else TYPES[self.blocks[0]]
+        _, seen = self._sample(np.where(np.arange(rows) > 0, kind, 0), np.array([1, rows - 1]))
+        if not bool(seen[:, 0, 1].all()):
+            raise ModelError(f"{self.who}: rows of an item do not see all its later rows; not built")
+        whole = bool(seen[:, 1, 0].all())
+        return Prefix(whole_items=whole) if self.suffixes else BidirectionalItems(whole_items=whole)
+
+    def _sample(self, types: np.ndarray, rows: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        """Return the positions of a sample without labels, and by which masks some of its rows see each other, all if
+        None: bool ``[masks, n, n]``.
+        """
+        kind, count = types.max(), int((types > 0).sum())
+        grid = torch.tensor([[1, self.merge, count * self.merge]])
+        grids = {f"{name}_grid_thw": grid for name, number in TYPES.items() if number == kind}
+        try:
+            positions = self.hear(np.zeros(len(types), np.int64), types, np.zeros(len(types), bool), grids)
+            at = torch.arange(len(types)) if rows is None else torch.from_numpy(rows)
+            asked = at[:, None].expand(len(at), len(at)), at.expand(len(at), len(at))
+            none = torch.zeros(0, len(at), len(at), dtype=torch.bool)
+            return positions, torch.cat([none, *(_seen(mask, *asked)[None] for mask in self.masks)])
+        except Exception as fault:  # several kinds
+            reason = " ".join(str(fault).split())
+            raise ModelError(
+                f"{self.who}: its forward fails before the language model: {type(fault).__name__} {reason}; its"
+                " language model alone is read by hf_causal_lm(part='llm')"
+            ) from fault
 
 
 @lru_cache(maxsize=4)

@@ -43,7 +43,7 @@ def run(pool: Any, only: str, file: Path, timeout: float = 170) -> dict[str, dic
 @pytest.mark.distributed
 def test_checks_of_kernels(pool: Any, tmp_path: Path) -> None:
     found = run(pool, "attention,head,optimizer,copies", tmp_path / "gpu.json")
-    assert found["attention"]["buckets, time"]["theirs"] > 0
+    assert found["attention"]["blocks, time"]["theirs"] > 0
     assert found["attention"]["flash, time"]["note"] == "it needs a CUDA device"
     assert 0 < found["head"]["5% labelled, peak memory"]["ours"] < found["head"]["5% labelled, peak memory"]["theirs"]
     assert len(found["optimizer"]) == 1 and not found["copies"]

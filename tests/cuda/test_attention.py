@@ -1,4 +1,4 @@
-"""On CUDA attention takes packed rows as they are; in buckets it computes the same."""
+"""On CUDA attention takes packed rows as they are; block by block it computes the same."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from hetero_strategy.mask import ItemsAlone, Spans
 from hetero_strategy.model import attention
 from hetero_strategy.model.inputs import Packing
 from tests.cuda.devices import EVERYWHERE
@@ -18,33 +19,37 @@ CLOSE = 0.01
 
 
 def errors(lengths: list[int], kv_heads: int, causal: bool, device: str, other: list[int] | None = None) -> list[float]:
-    """Of output and gradients, as the product computes them, beside buckets (of ``other`` lengths), in the 2-norm."""
+    """Of output and gradients, as the product computes them, beside blocks (of ``other`` lengths), in the 2-norm."""
     make = lambda heads: torch.randn(1, sum(lengths), heads, 64).to(device, torch.bfloat16).transpose(1, 2)  # noqa: E731
     given = [make(heads).requires_grad_() for heads in (4, kv_heads, kv_heads)]
     weight, found = make(4), []
     asked = attention._Options(causal, scale=0.1)
-    for buckets, packed in ((False, lengths), (True, other or lengths)):
+    for blocks, packed in ((False, lengths), (True, other or lengths)):
         packing = Packing.of(np.array(packed), alike=True).to(device)
-        if buckets:
-            out = attention._in_buckets(*given, packing, asked)
+        if blocks:
+            out = in_blocks(given, packing, asked)
         else:
             out = attention.packed_attention(*given, packing, **asked._asdict())
         found.append([x.detach().double() for x in (out, *torch.autograd.grad(out, given, weight))])
-    return [float((ours - buckets).norm() / buckets.norm()) for ours, buckets in zip(*found, strict=True)]
+    return [float((ours - blocks).norm() / blocks.norm()) for ours, blocks in zip(*found, strict=True)]
+
+
+def in_blocks(given: list[torch.Tensor], packing: Packing, asked: Any) -> torch.Tensor:
+    return attention._in_blocks(*given, attention.intervals(packing, causal=asked.causal), asked)
 
 
 @EVERYWHERE
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("lengths", [[300, 7, 150, 64], [0, 33, 0, 0, 129, 1, 0]], ids=["ragged", "with empty ones"])
-def test_packed_rows_attend_as_in_buckets(lengths: list[int], kv_heads: int, causal: bool, device: str) -> None:
+def test_packed_rows_attend_as_in_blocks(lengths: list[int], kv_heads: int, causal: bool, device: str) -> None:
     assert all(error <= CLOSE for error in errors(lengths, kv_heads, causal, device))
 
 
 @EVERYWHERE
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_sequences_of_one_length_attend_as_in_buckets(
+def test_sequences_of_one_length_attend_as_in_blocks(
     kv_heads: int, causal: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
@@ -79,6 +84,24 @@ def test_the_kernel_for_such_lengths_is_used(lengths: list[int], kernel: str, mo
     assert calls
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("more", [{}, {"softcap": 2.0}, {"sinks": torch.arange(4.0)}], ids=["plain", "cap", "sinks"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_flex_attention_attends_as_in_blocks(dtype: torch.dtype, more: dict[str, Any]) -> None:
+    """Two images that see themselves alone, in 1,000 rows."""
+    spans = Spans(*(np.array(x) for x in ([0, 0], [100, 500], [300, 200], ["vision"] * 2)))
+    mask = torch.from_numpy(ItemsAlone().slices(np.array([900, 100]), spans).intervals()).cuda()
+    make = lambda heads: torch.randn(1, heads, 1000, 64, device="cuda", dtype=dtype).requires_grad_()  # noqa: E731
+    given, weight = [make(heads) for heads in (4, 2, 2)], make(4).detach()
+    options = attention._Options(
+        True, **{name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in more.items()}
+    )
+    outs = [run(*given, mask, options) for run in (attention._in_flex, attention._in_blocks)]
+    both = ([out, *torch.autograd.grad(out, given, weight)] for out in outs)
+    for ours, blocks in zip(*both, strict=True):
+        assert float((ours.double() - blocks.double()).norm() / blocks.double().norm()) <= CLOSE
+
+
 @EVERYWHERE
 def test_another_packing_is_noticed(device: str) -> None:
     """Negative control."""
@@ -88,12 +111,12 @@ def test_another_packing_is_noticed(device: str) -> None:
 @EVERYWHERE
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("lengths", [[600], [300, 7, 150, 63, 80]], ids=["one", "ragged"])
-def test_context_parallel_ranks_attend_as_in_buckets(
+def test_context_parallel_ranks_attend_as_in_blocks(
     lengths: list[int], kv_heads: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [torch.randn(1, 600, n, 64).to(device, torch.bfloat16).transpose(1, 2) for n in (4, kv_heads, kv_heads)]
     given, weight = [x.requires_grad_() for x in rows], torch.randn_like(rows[0])
-    whole = attention._in_buckets(*given, Packing.of(np.array(lengths)).to(device), attention._Options(True))
+    whole = in_blocks(given, Packing.of(np.array(lengths)).to(device), attention._Options(True))
     parts = on_all_ranks(given, lengths, 2, monkeypatch)
     for ours, other in zip(
         (parts, *torch.autograd.grad(parts, given, weight)),

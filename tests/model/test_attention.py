@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hetero_strategy.errors import ModelError
@@ -56,16 +55,17 @@ def test_flash_kernels_are_taken_where_they_run(dtype, head_dim, major, takes):
         ("_dense", {}, [1024, 1024], 9),
         ("_flash", {}, [1024, 1024], 8),
         ("_flash", {"window": 3}, [1024, 1024], 9),
-        ("_in_buckets", {"dropout": 0.1}, [1024, 1024], 9),
+        ("_in_flex", {"softcap": 2.0}, [1024, 1024], 9),
+        ("_in_blocks", {"dropout": 0.1}, [1024, 1024], 9),
     ],
 )
 def test_a_gpu_takes_the_fastest_kernel_that_does_all_that_is_asked(kernel, options, lengths, major, monkeypatch):
     """On tensors without values."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major))
-    for name in ("_flash", "_dense", "_in_buckets"):
+    for name in ("_flash", "_dense", "_in_flex", "_in_blocks"):
         monkeypatch.setattr(attention, name, lambda *_, name=name: name)
     with FakeTensorMode():
-        rows = torch.empty(1, 4, sum(lengths), 8, dtype=torch.bfloat16, device="cuda")
+        rows = torch.empty(1, 4, sum(lengths), 16, dtype=torch.bfloat16, device="cuda")
     packing = Packing.of(np.array(lengths), alike=True)
     assert packed_attention(rows, rows, rows, packing, causal=True, **options) == kernel
 
@@ -91,10 +91,6 @@ def test_transformers_classes_are_given_rows_that_they_may_view():
     mask = hf_packed.PackedMask(Packing.of(np.array([7, 3])))
     rows, _ = hf_packed._attention(torch.nn.Identity(), query, key, value[..., :-1], mask)
     assert rows.view(1, 10, -1).shape == (1, 10, query.shape[1] * (value.shape[-1] - 1))
-
-
-def padded_rows(packing):
-    return sum(bucket.count * bucket.length for bucket in packing.buckets)
 
 
 def make(lengths, heads=4, kv_heads=2, dim=8, dtype=torch.float64):
@@ -129,13 +125,10 @@ def test_a_window_ends_what_a_row_sees(lengths, window):
     weight = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, inputs, weight)
     options = {"causal": True, "window": window, "scale": 0.3}
-    for out in (
-        packed_attention(*inputs, packing, **options),
-        attention._masked(*inputs, packing, attention._Options(**options)),
-    ):
-        torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-        for grad, theirs in zip(torch.autograd.grad(out, inputs, weight), wanted, strict=True):
-            torch.testing.assert_close(grad, theirs, rtol=1e-11, atol=1e-11)
+    out = packed_attention(*inputs, packing, **options)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    for grad, theirs in zip(torch.autograd.grad(out, inputs, weight), wanted, strict=True):
+        torch.testing.assert_close(grad, theirs, rtol=1e-11, atol=1e-11)
     seen = sum(int(torch.ones(n, n).tril().triu(1 - window).sum()) for n in lengths)
     assert attention.attention_pairs(np.array(lengths), causal=True, window=window) == seen
 
@@ -180,42 +173,11 @@ def test_nothing_at_all_has_gradients(lengths):
     assert all(grad is not None for grad in torch.autograd.grad(out.sum(), inputs))
 
 
-def test_equal_lengths_in_order_are_views():
-    for lengths in ([4, 4, 4], [6], [10, 10, 3]):
-        packing = Packing.of(np.array(lengths))
-        assert packing.gather is None and padded_rows(packing) == sum(lengths)
-    assert Packing.of(np.array([4, 9, 4])).gather is not None
-
-
-def test_padding_is_bounded():
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        packing = Packing.of(rng.integers(1, 3000, 200))
-        assert packing.rows <= padded_rows(packing) <= packing.rows * 4 / 3
-        assert len(packing.buckets) <= 1 + np.log(3000) / np.log(4 / 3)
-        assert sum(bucket.count for bucket in packing.buckets) == 200
-
-
-def test_masks_exist_only_where_needed():
-    packing = Packing.of(np.array([8, 8, 3, 2]))
-    assert [bucket.mask is None for bucket in packing.buckets] == [True, True, True]
-    assert any(bucket.mask is not None for bucket in Packing.of(np.array([8, 7])).buckets)
-
-
 def test_positions_and_sequences():
     packing = Packing.of(np.array([2, 0, 3]))
     assert packing.positions.tolist() == [0, 1, 0, 1, 2]
     assert packing.sequence.tolist() == [0, 0, 2, 2, 2]
     assert packing.longest == 3
-
-
-def test_is_one_call_per_bucket(monkeypatch):
-    calls = []
-    real = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or real(*a, **k))
-    lengths = [30] * 20 + [29] * 20 + [10] * 5
-    packed_attention(*make(lengths), Packing.of(np.array(lengths)), causal=True)
-    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("causal", [True, False])

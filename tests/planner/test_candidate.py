@@ -85,7 +85,7 @@ def test_a_plan_that_fits_with_offload_alone_is_found_and_refused_without(recomp
 def measured(given: RunOptions) -> MemoryModel:
     made = TEXT.model()
     ways = {"llm": ways_of(6, given.transforms.get("llm", {}))}
-    return MemoryModel(spec_of(made), activations_of(made, torch.float32, buckets=True, ways=ways), FP32)
+    return MemoryModel(spec_of(made), activations_of(made, torch.float32, ways=ways), FP32)
 
 
 def test_every_choice_of_several_kinds_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

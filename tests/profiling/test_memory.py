@@ -55,7 +55,7 @@ from hetero_strategy.zoo import titan_llama
 
 WIDTH, PER_BLOCK, AROUND, INSIDE, BETWEEN, WHOLE, PEAK = 8, 1000, 300, 60.0, 24.0, 16.0, 150.0
 FP32 = Precision(4, 4)
-FLASH = Allocator(buckets=False)
+FLASH = Allocator()
 
 
 def module(blocks: int, *, samplewise: bool) -> ModuleSpec:
@@ -339,15 +339,14 @@ def test_keys_of_others_are_those_of_sequences_that_begin_before_a_chunk() -> No
         ids = torch.zeros(packing.rows, dtype=torch.int64)
         inputs = SequenceInputs(ids, ids, packing)
         contexts = [in_context(inputs, part, two_chunks(packing.rows, cp)).packing.context for part in range(cp)]
-        for masked, name in ((True, "keys"), (False, "of_segments")):
-            seen = max(len(getattr(context, name)) for context in contexts if context is not None)
-            own, *_, keys, total, pairs = features_in_context(np.array(lengths), cp, masked)
-            assert (own, own + keys, total, pairs) == (sum(lengths) / cp, seen, sum(lengths), own * seen * masked)
+        seen = max(len(context.of_segments) for context in contexts if context is not None)
+        own, keys, total = features_in_context(np.array(lengths), cp)
+        assert (own, own + keys, total) == (sum(lengths) / cp, seen, sum(lengths))
 
 
 def test_communicators_buffers_of_messages_and_margin_are_reserved() -> None:
     candidate = Candidate({"llm": ModuleLayout((0, 1), pp=2)}, 2)
-    allocator = Allocator(margin=0.1, communicator=1000, messages=True, buckets=False)
+    allocator = Allocator(margin=0.1, communicator=1000, messages=True)
     plain, more = (memory(candidate, equal(6, 10), allocator=a) for a in (FLASH, allocator))
     edge = MESSAGE_CTAS * (SENDING + RECEIVING)  # rows one way, gradients the other
     assert more.peak.tolist() == pytest.approx((1.1 * plain.peak + 1000 + edge).tolist())  # the world
@@ -389,7 +388,7 @@ def test_the_bound_is_never_above_the_peak(
 def test_activations_are_those_of_real_blocks(lengths: tuple[int, ...]) -> None:
     """A block runs on real tensors, of which all memory is counted, with sizes that nothing was fitted on."""
     llm = titan_llama(vocab_size=64, dim=64, n_layers=3, n_heads=4, n_kv_heads=2, multiple_of=16, max_seq_len=128)
-    found = _Module(llm, True, torch.float32, buckets=True).measured({"": ()}).blocks[""]
+    found = _Module(llm, True, torch.float32).measured({"": ()}).blocks[""]
     stage = llm.stage(list(llm.blocks())[1:2], first=False, last=False)
     tensors = {n: torch.zeros(p.shape, requires_grad=True) for n, p in stage.named_parameters()}
     tensors |= {n: torch.zeros(b.shape, dtype=b.dtype) for n, b in stage.named_buffers()}
@@ -401,6 +400,6 @@ def test_activations_are_those_of_real_blocks(lengths: tuple[int, ...]) -> None:
         out = torch.func.functional_call(stage, tensors, (inputs, {}, hidden))
         forward, out = counted.most, out.sum()
         kept = counted.now
-    wanted = features(packing)
+    wanted = features(packing.rows)
     assert found.kept[:, 1].sum(axis=0) @ wanted == pytest.approx(kept, rel=0.02)
     assert found.forward[1] @ wanted == pytest.approx(forward, rel=0.03)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +15,16 @@ from hetero_strategy.errors import ModelError
 from hetero_strategy.model.kind import PlacedItems
 from hetero_strategy.testing.composites import built, model_class, tiny
 from hetero_strategy.zoo import hf_positions
-from hetero_strategy.zoo.hf_positions import BLOCKS, POSITIONS, HFTextKind
+from hetero_strategy.zoo.hf_positions import POSITIONS, HFTextKind
 
 IMAGE = 150
 GRIDS = [[(1, 4, 6)], [(1, 8, 2), (1, 4, 4)], []]
 """Images of three samples, as (t, h, w) in patches; 2 x 2 patches are a row."""
 
 
-def kind_of(config: Any) -> HFTextKind:
-    return pickle.loads(pickle.dumps(HFTextKind(model_class(config.model_type).__name__, config.to_dict())))
+def kind_of(config: Any, *windows: int | None) -> HFTextKind:
+    kind = HFTextKind(model_class(config.model_type).__name__, config.to_dict(), windows or (None,))
+    return pickle.loads(pickle.dumps(kind))
 
 
 def units_of(rows: list[list[int]], sizes: np.ndarray, names: tuple[str, ...], padding: int = 3) -> Any:
@@ -56,7 +58,7 @@ def test_axes_are_those_of_transformers(model_type: str, names: tuple[str, ...])
     inputs = kind_of(config).inputs(units_of(rows, sizes, names))
     base = built(config).model
     *found, alignment = samples_of(inputs, POSITIONS)
-    assert len(found) == 3 and not alignment.any() and BLOCKS not in inputs.columns
+    assert len(found) == 3 and not alignment.any() and not inputs.packing.masks
     for positions, each in zip(found, GRIDS, strict=True):
         ids = torch.full((positions.shape[1],), 5)
         at = 5
@@ -71,22 +73,42 @@ def test_axes_are_those_of_transformers(model_type: str, names: tuple[str, ...])
         assert torch.equal(positions, wanted)
 
 
-def test_blocks_are_the_images_of_gemma() -> None:
-    inputs = kind_of(tiny("gemma3")).inputs(units_of([[4], [4, 4], []], np.full((3, 2), 4), ("grid_h", "grid_w")))
-    *found, _ = samples_of(inputs, BLOCKS)
+def seen(inputs: Any, window: int | None = None) -> torch.Tensor:
+    """Return whether rows see each other, bool ``[T, T]``."""
+    first, end = inputs.packing.masks[window]
+    assert len(first) == 1
+    keys = torch.arange(first.shape[1])
+    return (keys >= first[0][:, None]) & (keys < end[0][:, None])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_images_of_gemma_see_themselves_as_in_transformers(window: int | None) -> None:
+    """Masks of full layers and of windows shorter than an image are those that transformers' own forward makes."""
+    config = tiny("gemma3")
+    config.text_config.sliding_window = 3
+    inputs = kind_of(config, None, 3).inputs(units_of([[4], [4, 4], []], np.full((3, 2), 4), ("grid_h", "grid_w")))
     assert POSITIONS not in inputs.columns
-    for blocks, images in zip(found, ([5], [5, 11], []), strict=True):
-        inside = {row for start in images for row in range(start, start + 4)}
-        assert [row for row, block in enumerate(blocks.tolist()) if block >= 0] == sorted(inside)
-        assert len({tuple(blocks[start : start + 4].tolist()) for start in images}) == len(images)
-        assert all(len(set(blocks[start : start + 4].tolist())) == 1 for start in images)
+    ours, start = seen(inputs, window), 0
+    config._attn_implementation = "eager"
+    make = inspect.getmodule(model_class("gemma3")).create_masks_for_vision_model  # type: ignore[union-attr]
+    for length, images in zip((13, 19, 7, 3), ([5], [5, 11], [], []), strict=True):
+        blocks = torch.full((1, length), -1)
+        for number, image in enumerate(images):
+            blocks[0, image : image + 4] = number
+        masks = make(config.text_config, torch.zeros(1, length, 8), None, None, None, blocks)
+        theirs = masks["sliding_attention" if window else "full_attention"][0, 0] == 0
+        own = slice(start, start := start + length)
+        assert torch.equal(ours[own, own], theirs)
+        assert not ours[own, : own.start].any() and not ours[own, own.stop :].any()
 
 
 def test_prompts_of_paligemma_see_themselves_and_count_from_one() -> None:
     inputs = kind_of(tiny("paligemma")).inputs(units_of([[4], []], np.full((1, 2), 4), ("grid_h", "grid_w")))
     one, two, _ = samples_of(inputs, POSITIONS)
     assert one.tolist() == [list(range(1, 14))] and two.tolist() == [list(range(1, 8))]
-    assert [part.tolist() for part in samples_of(inputs, BLOCKS)[:2]] == [[0] * 12 + [-1], [0] * 6 + [-1]]
+    wanted = torch.block_diag(*(torch.ones(n, n).tril() for n in (13, 7, 3)))
+    wanted[:12, :12] = wanted[13:19, 13:19] = 1
+    assert torch.equal(seen(inputs), wanted.bool())
 
 
 def test_a_composite_without_either_has_no_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,159 @@
+"""Attention by rules' masks: block by block and by flex_attention, against attention with a dense mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from hetero_strategy.errors import ModelError
+from hetero_strategy.mask import BidirectionalItems, ItemsAlone, Spans, Words
+from hetero_strategy.model import attention
+from hetero_strategy.model.attention import block_mask, packed_attention
+from hetero_strategy.model.block_attention import _backward, attend_in_blocks
+from hetero_strategy.model.inputs import Packing
+from tests.test_mask import Draw
+
+
+def dense(rows: list[Tensor], mask: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    query, key, value = rows
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * 0.3
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], 3)
+    return scores.softmax(3)[..., : key.shape[2]] @ value
+
+
+def drawn(total: int, width: int = 4) -> list[Tensor]:
+    return [torch.randn(1, heads, total, width, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+
+
+def packing_of(draw: Draw, rule: Any) -> Packing:
+    packing = Packing.of(draw.lengths)
+    packing.masks = {None: torch.from_numpy(rule.slices(draw.lengths, draw.spans).intervals())}
+    return packing
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_500_masks_attend_as_dense_ones(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, fp64, shared keys, in blocks of 16 rows; every other draw with soft cap and sinks."""
+    monkeypatch.setattr("hetero_strategy.model.block_attention.BLOCK", 16)
+    for seed in range(part, 500, 4):
+        draw = Draw(seed)
+        rule, pairs = draw.cases()[seed // 4 % 11]
+        mask, rows = torch.from_numpy(pairs()), drawn(int(draw.lengths.sum()))
+        if not len(mask):
+            continue
+        more = (
+            {"softcap": 2.0, "sinks": torch.randn(4, dtype=torch.float64, requires_grad=True)} if seed % 8 > 3 else {}
+        )
+        leaves: Any = [*rows, *(x for x in more.values() if isinstance(x, Tensor))]
+        out = packed_attention(*rows, packing_of(draw, rule), causal=True, scale=0.3, **more)
+        wanted, weight = dense(rows, mask, more.get("softcap"), more.get("sinks")), torch.randn_like(out)
+        torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+        both = (torch.autograd.grad(x, leaves, weight) for x in (out, wanted))
+        for ours, theirs in zip(*both, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"softcap": 2.0}, {"sinks": torch.arange(4.0)}], ids=["plain", "soft cap", "sinks"]
+)
+def test_flex_attention_gives_the_same(more: dict[str, Any]) -> None:
+    """As torch runs it without a compiler, on the host."""
+    for draw in (Draw(2), Draw(5)):
+        for rule, pairs in draw.cases()[1::3]:
+            mask = torch.from_numpy(pairs())
+            rows = [x.detach().float() for x in drawn(len(mask), 16)]
+            packing = packing_of(draw, rule)
+            options = attention._Options(True, scale=0.3, **more)
+            out = attention._in_flex(*rows, packing.masks[None], options)
+            torch.testing.assert_close(out, dense(rows, mask, more.get("softcap"), more.get("sinks")))
+
+
+def image_between(total: int, image: int) -> tuple[np.ndarray, Spans]:
+    """Return a sequence with two images and a short one."""
+    spans = Spans(*(np.array(x) for x in ([0, 0], [100, 150 + image], [image, image], ["vision"] * 2)))
+    return np.array([total - 30, 30]), spans
+
+
+@pytest.mark.parametrize("rule", [BidirectionalItems(), BidirectionalItems(window=200, whole_items=True), ItemsAlone()])
+def test_block_masks_are_those_of_torch(rule: Any) -> None:
+    """The very blocks, without a mask of pairs; with several intervals a row perhaps more."""
+    lengths, spans = image_between(1500, 300)
+    mask = torch.from_numpy(rule.slices(lengths, spans).intervals())
+    ours = block_mask(mask, 1500)
+    theirs = create_block_mask(ours.mask_mod, None, None, 1500, 1500, device="cpu")
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert getattr(ours, name).tolist() == getattr(theirs, name).tolist()
+    assert torch.equal(ours.to_dense(), theirs.to_dense()) and not ours.to_dense().all()
+
+
+def test_block_masks_of_several_intervals_miss_nothing() -> None:
+    lengths, spans = image_between(1500, 300)
+    words = np.ones(1500, np.int64)
+    words[100:400], words[450:750], words[800:] = 2, 4, 1 | 4
+    mask = torch.from_numpy(Words(lambda *_: words).slices(lengths, spans).intervals())
+    ours = block_mask(mask, 1500)
+    theirs = create_block_mask(ours.mask_mod, None, None, 1500, 1500, device="cpu")
+    assert mask.shape[1] == 3 and bool((ours.to_dense() >= theirs.to_dense()).all())
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operator makes."""
+
+    numbers = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.numbers = max([self.numbers, *(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))])
+        return out
+
+
+def test_no_tensor_has_all_pairs() -> None:
+    """Forward and backward of 6,000 rows: blocks of 128 rows, and at most all keys."""
+    lengths, spans = image_between(6000, 1500)
+    rows, mask = (
+        [x.detach().float() for x in drawn(6000)],
+        torch.from_numpy(ItemsAlone().slices(lengths, spans).intervals()),
+    )
+    with Largest() as made:
+        given = (*rows, mask[0], mask[1], None, None, 0.3, 0.0, 0.0)
+        attend_in_blocks._init_fn(*given)
+        _backward._init_fn(rows[0], *given)
+    assert 128 * 2000 <= made.numbers <= 4 * 128 * 3000 < 3000**2
+    with Largest() as made:
+        block_mask(mask, 3000)
+    assert made.numbers <= 2 * 3072
+
+
+def test_dropout_drops_the_same_weights_in_backward() -> None:
+    """By the derivative of forward along one direction, with the same random numbers."""
+    rows, packing = drawn(300), Packing.of(np.array([200, 100]))
+
+    def out(*given: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return packed_attention(*given, packing, causal=True, dropout=0.4).square().sum()
+
+    steps = [torch.randn_like(x) for x in rows]
+    slope = sum((g * s).sum() for g, s in zip(torch.autograd.grad(out(*rows), rows), steps, strict=True))
+    ends = [out(*(x.detach() + sign * 1e-6 * s for x, s in zip(rows, steps, strict=True))) for sign in (1, -1)]
+    assert float(slope) == pytest.approx(float(ends[0] - ends[1]) / 2e-6, rel=1e-6)
+
+
+def test_a_window_without_a_mask_of_the_rule_is_refused() -> None:
+    packing = packing_of(draw := Draw(2), ItemsAlone())
+    rows = drawn(int(draw.lengths.sum()))
+    with pytest.raises(ModelError, match=r"a layer has window=3, and its rule of attention knows windows \[None\]"):
+        packed_attention(*rows, packing, causal=True, window=3)
