@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -53,8 +52,6 @@ class CausalLMKind(ModuleKind):
     name = "CausalLM"
     takes_from = ("Encoder",)
     samplewise = True
-    rules: Mapping[int | None, MaskRule] = MappingProxyType({})
-    """Window of layers, None for those without one -> their rule; empty: causal."""
 
     @override
     def inputs(self, units: InstanceUnits) -> SequenceInputs:
@@ -172,6 +169,8 @@ class CausalLM(Adapter):
     kind = CausalLMKind()
     max_length: int | None = None
     """Longest sequence in the position tables; None if there is no limit."""
+    windows: Collection[int | None] = (None,)
+    """Windows of the layers' attention, None for layers without one."""
     head_rows: int = 1024
     """Labelled rows whose logits exist at once; backward makes them again. Default: :func:`head_rows_of`."""
     _transforms_inputs = True
@@ -192,10 +191,10 @@ class CausalLM(Adapter):
         if attention is not None:
             self.attend_by(attention)
 
-    def attend_by(self, rule: MaskRule | str, windows: Collection[int | None] = (None,)) -> None:
-        """Let rows see each other by a rule, in layers with each of some windows; errors as in the constructor."""
+    def attend_by(self, rule: MaskRule | str) -> None:
+        """Let rows see each other by a rule, or by its name; arguments and errors as in the constructor."""
         self.kind = copy(self.kind)
-        self.kind.rules = by_window(rule, windows)
+        self.kind.rules = by_window(rule, self.windows)
 
     @abstractmethod
     def embed(self, ids: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
 from hetero_strategy.errors import HeteroError, ModelError
+from hetero_strategy.mask import MaskRule, rule_faults
 from hetero_strategy.model.inputs import EncoderInputs, ModuleInputs
 
 if TYPE_CHECKING:  # plans are defined in a higher room
@@ -188,6 +190,8 @@ class ModuleKind(ABC):
     has_loss: bool = True
     """Whether the last stage returns a :class:`LossOutput`; otherwise it returns rows, and an edge must lead from it.
     """
+    rules: Mapping[int | None, MaskRule] = MappingProxyType({})
+    """Window of layers, None for those without one -> rule of their attention; empty: that of the module's blocks."""
 
     @property
     def has_own_units(self) -> bool:
@@ -290,7 +294,10 @@ def check_edges(kinds: Mapping[str, ModuleKind], edges: Sequence[tuple[str, str]
     for name, kind in kinds.items():
         if not kind.has_loss and not any(source == name for source, _ in edges):
             raise error(f"{kind.name} {name!r} feeds nothing: add an edge from it, or remove it")
-        fed = sum(target == name for _, target in edges)
+        sources = [source for source, target in edges if target == name]
+        for fault in (fault for rule in kind.rules.values() for fault in rule_faults(name, rule, sources)):
+            raise error(fault)
+        fed = len(sources)
         if kind.sources not in (None, fed):
             raise error(
                 f"{kind.name} {name!r} is fed by {fed} modules, it needs {kind.sources}: give it edges from modules of"

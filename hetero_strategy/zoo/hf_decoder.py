@@ -90,7 +90,6 @@ class HFCausalLM(HFAdapter, CausalLM):
         mixers = self._run_mixers_by_sequence()
         calls = [call for calls in parts.attention for call in calls]
         self.windows = list(dict.fromkeys(call.window for call in calls))
-        """Windows of the layers, None for those without one."""
         self.context_parallel = all(parts.attention) and not mixers and not any(c.chunk for c in calls)
         self.context_width = max((call.context_width for call in calls), default=0)
         self.width = self.hidden_width = text.hidden_size

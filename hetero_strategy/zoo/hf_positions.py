@@ -50,13 +50,14 @@ class HFTextKind(CausalLMKind):
 
     def __init__(self, architecture: str, config: Mapping[str, Any], windows: Collection[int | None] = (None,)) -> None:
         self.composite = (architecture, json.dumps(config, default=str))  # a hashable key of each worker's listener
-        listener = _listener(*self.composite)
-        self.vocabulary, self.axes = listener.vocabulary, listener.axes
-        if listener.blocks:
-            widest = max((window for window in windows if window is not None), default=None)
-            self.rules = by_window(listener.rule(widest), windows)
-        none = np.zeros(4, np.int64)
-        self.text_is_plain = torch.equal(listener.hear(none, none, none > 0, {}), torch.arange(4)[None])
+        with torch.device("cpu"):  # a module's constructor runs on the meta device
+            listener = _listener(*self.composite)
+            self.vocabulary, self.axes = listener.vocabulary, listener.axes
+            if listener.blocks:
+                widest = max((window for window in windows if window is not None), default=None)
+                self.rules = by_window(listener.rule(widest), windows)
+            none = np.zeros(4, np.int64)
+            self.text_is_plain = bool((listener.hear(none, none, none > 0, {}) == torch.arange(4)).all())
 
     @override
     def inputs(self, units: InstanceUnits) -> SequenceInputs:
@@ -143,10 +144,6 @@ class _Listener:
             learnt: whether each token is predicted, bool ``[T]``.
             columns: other arguments of the composite's forward, such as ``image_grid_thw``.
         """
-        with torch.device("cpu"):  # a module's constructor runs on the meta device
-            return self._hear(ids, types, learnt, columns)
-
-    def _hear(self, ids: np.ndarray, types: np.ndarray, learnt: np.ndarray, columns: Mapping[str, Tensor]) -> Tensor:
         kinds = torch.from_numpy(types)[None]
         later = torch.from_numpy(np.cumsum(learnt) > 0)[None]
         arguments = {

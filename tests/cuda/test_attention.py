@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from hetero_strategy.layout.row_sharding import two_chunks
 from hetero_strategy.mask import ItemsAlone, Spans
 from hetero_strategy.model import attention
 from hetero_strategy.model.inputs import Packing
@@ -117,7 +118,7 @@ def test_context_parallel_ranks_attend_as_in_blocks(
     rows = [torch.randn(1, 600, n, 64).to(device, torch.bfloat16).transpose(1, 2) for n in (4, kv_heads, kv_heads)]
     given, weight = [x.requires_grad_() for x in rows], torch.randn_like(rows[0])
     whole = in_blocks(given, Packing.of(np.array(lengths)).to(device), attention._Options(True))
-    parts = on_all_ranks(given, lengths, 2, monkeypatch)
+    parts = on_all_ranks(given, lengths, two_chunks(600, 2), monkeypatch)
     for ours, other in zip(
         (parts, *torch.autograd.grad(parts, given, weight)),
         (whole, *torch.autograd.grad(whole, given, weight)),

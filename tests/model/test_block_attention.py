@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,12 @@ from hetero_strategy.model import attention
 from hetero_strategy.model.attention import block_mask, packed_attention
 from hetero_strategy.model.block_attention import _backward, attend_in_blocks
 from hetero_strategy.model.inputs import Packing
+from hetero_strategy.model.kind import check_edges
+from hetero_strategy.zoo import hf_llama
+from tests.model.helpers import ready
 from tests.test_mask import Draw
+from tests.zoo.families import TINY
+from tests.zoo.test_hf_positions import units_of
 
 
 def dense(rows: list[Tensor], mask: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
@@ -157,3 +164,26 @@ def test_a_window_without_a_mask_of_the_rule_is_refused() -> None:
     rows = drawn(int(draw.lengths.sum()))
     with pytest.raises(ModelError, match=r"a layer has window=3, and its rule of attention knows windows \[None\]"):
         packed_attention(*rows, packing, causal=True, window=3)
+
+
+def test_a_language_model_attends_by_its_rule() -> None:
+    """Its kind makes the masks of a microbatch, alignment rows included; rows of an item ignore the text before it."""
+    llm = ready(hf_llama(check=False, **TINY["llama"]), dtype=torch.float32)
+    llm.attend_by("items_alone")
+    kind = pickle.loads(pickle.dumps(llm.kind))
+    inputs = kind.inputs(units_of([[4], [4, 4], []], np.full((3, 2), 4), ("grid_h", "grid_w")))
+    mask = inputs.packing.masks[None]
+    assert mask[0, 0].tolist()[:13] == [0] * 5 + [5] * 4 + [0] * 4 and mask[1, 0].tolist()[5:10] == [9] * 4 + [10]
+    assert mask[0, 0].tolist()[-3:] == [39] * 3 and not kind.masks(np.array([6]), Spans.none())
+    other = replace(inputs, ids=torch.where(torch.arange(len(inputs.ids)) < 5, inputs.ids - 1, inputs.ids))
+    moved = (llm(inputs).hidden - llm(other).hidden).abs().amax(1) > 1e-6
+    assert moved.nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4, 9, 10, 11, 12]
+    with pytest.raises(ModelError, match=r"attention='alone'; choose causal, bidirectional_items, items_alone, prefix"):
+        llm.attend_by("alone")
+    llm.windows = (None, 7)
+    with pytest.raises(ModelError, match=r"attention=ItemsAlone\(of=None\) knows no window, and .* window of 7"):
+        llm.attend_by(ItemsAlone())
+    llm.attend_by(BidirectionalItems(("visoin",)))
+    assert llm.kind.rules[7] == BidirectionalItems(("visoin",), 7)
+    with pytest.raises(ModelError, match="llm: its attention is of items of 'visoin', from which no edge leads to it"):
+        check_edges({"llm": llm.kind}, [], ModelError)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.layout.row_sharding import two_chunks
+from hetero_strategy.mask import BidirectionalItems, ItemsAlone, MaskRule, Prefix, Spans
 from hetero_strategy.model import attention
 from hetero_strategy.model.attention import packed_attention
 from hetero_strategy.model.context import Context, in_context
@@ -98,6 +99,26 @@ def test_all_ranks_make_the_whole(
     wanted = torch.autograd.grad(expected, rows, weight)
     kernels(kernel, monkeypatch)
     out = on_all_ranks(rows, lengths, rows_by_rank(parts, 24, dealt), monkeypatch, window=window)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    for found, gradient in zip(torch.autograd.grad(out, rows, weight), wanted, strict=True):
+        torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", [ItemsAlone(), BidirectionalItems(), BidirectionalItems(window=3), Prefix()], ids=str)
+@pytest.mark.parametrize("parts", [2, 3])
+def test_rows_see_later_rows_on_other_ranks(parts: int, rule: MaskRule, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [5, 7, 12]
+    spans = Spans(*(np.array(x) for x in ([0, 1, 2], [1, 0, 2], [3, 7, 8], ["vision"] * 3)), np.array([2, 0, 11]))
+    mask = torch.from_numpy(rule.slices(np.array(lengths), spans).intervals())
+    whole = inputs_of(lengths)
+    whole.packing.masks = {None: mask}
+    monkeypatch.setattr(f"{__name__}.inputs_of", lambda _: whole)
+    rows = [torch.randn(1, 24, heads, 6, dtype=torch.float64).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
+    expected = packed_attention(*rows, whole.packing, causal=True)
+    assert not torch.allclose(expected, packed_attention(*rows, Packing.of(np.array(lengths)), causal=True))
+    weight = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, rows, weight)
+    out = on_all_ranks(rows, lengths, two_chunks(24, parts), monkeypatch)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     for found, gradient in zip(torch.autograd.grad(out, rows, weight), wanted, strict=True):
         torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-12)

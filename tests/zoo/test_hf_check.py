@@ -18,8 +18,8 @@ from hetero_strategy.zoo import HFCausalLM, hf_causal_lm, hf_check
 from hetero_strategy.zoo.hf_check import Verdict, checked
 from tests.zoo.families import TINY
 
-PACKS = ("gemma3_text", "qwen3_moe", "deepseek_v3")
-NO_CONTEXT = ("gpt_oss", "llama4_text")
+PACKS = ("gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss")
+NO_CONTEXT = ("llama4_text",)
 
 
 @pytest.fixture(autouse=True)
