@@ -197,10 +197,16 @@ class Setting:
                 if assignment.idle
                 else _tokens(plan, number, seat.instance, context, generator.manual_seed(seed))
                 if module == "llm"
-                else _items(plan, module, assignment, seat.instance, generator.manual_seed(seed))
+                else self.items_of(plan, module, assignment, seat.instance, generator.manual_seed(seed))
                 for number, assignment in enumerate(assignments)
             )
         return Batch(plan, inputs)
+
+    def items_of(
+        self, plan: StepPlan, module: str, assignment: Assignment, instance: int, generator: torch.Generator
+    ) -> EncoderInputs:
+        """Make the inputs of an instance of an encoder in one microbatch."""
+        return _items(plan, module, assignment, instance, generator)
 
     def assembled(self, rank: int) -> Assembled:
         """Put the model on its ranks; a collective."""

@@ -170,8 +170,9 @@ class HFTower(HFAdapter, Backbone):
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
         rows = int(np.sum(packing_lengths))
         original: Any = self.meta_copy()
+        parts = dict(original.named_modules())  # without parameters that no part has
         before, after = (
-            sum(matmul_weights(original.get_submodule(fqn)) for fqn in fqns) for fqns in original.around_blocks()
+            sum(matmul_weights(parts[fqn]) for fqn in fqns if fqn in parts) for fqns in original.around_blocks()
         )
         attention = 4 * self.hidden_width * attention_pairs(np.asarray(packing_lengths), causal=False)
         blocks = block_linear_flops(self) * rows + attention
