@@ -31,11 +31,11 @@ from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.runtime.backward import inputs_first
 from hetero_strategy.testing import Pool
+from hetero_strategy.testing.composites import built, tiny
 from hetero_strategy.zoo.hf_causal_lm import HFCausalLM, hf_causal_lm
 from tests.distributed.exact import EXACT, Given, differences, expected, on, run_together, setting_of
 from tests.model.helpers import reads
 from tests.parallelize.pieces import MAKE, Piece, run_all, worst
-from tests.zoo.composites import built, tiny
 from tests.zoo.families import TINY
 
 EXPERTS, WIDTH, VISITS = 8, 6, 2
