@@ -102,8 +102,8 @@ COMPOSED = {
     "shard3 + tp2 pp2": (ModuleLayout(range(3), dp_shard=3), ModuleLayout(range(4), tp=2, pp=2)),
 }
 """Name of a column of composites -> layouts of each encoder and of the language model."""
-MEDIA = ([ONE, TWO, NONE, ONE, NONE, NONE, NONE, NONE], [NONE, TWO, THREE, NONE, NONE, ONE, NONE, TWO])
-"""Media of the samples of each step; the last four samples are a microbatch."""
+MEDIA = ([NONE, ONE, NONE, TWO, NONE, ONE, NONE, NONE], [NONE, TWO, THREE, NONE, NONE, ONE, NONE, TWO])
+"""Media of the samples of each step, which are dealt to two microbatches in turn: the first one is text alone."""
 SMALL: dict[str, Any] = {
     "samples": 8, "microbatches": 2, "items": (0, 2), "cells": (1, 3), "text": (3, 20), "vision": (64, 4),
 }  # fmt: skip

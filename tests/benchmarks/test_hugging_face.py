@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from math import inf
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.hugging_face import BOUND, COMPOSED, FEW, LAYOUTS, main, prepared, worst
+from benchmarks.hugging_face import BOUND, COMPOSED, FEW, LAYOUTS, main, prepared, prepared_composite, worst
 from hetero_strategy.testing import Pool
 from hetero_strategy.zoo import HFCausalLM
 
@@ -25,6 +26,13 @@ def test_few_families_equal_one_process(pool: Pool) -> None:
     for line in composites.values():
         assert set(line) == {"split", "export", *COMPOSED}
         assert max(line.values()) <= BOUND
+
+
+def test_a_microbatch_of_composites_is_text_alone(tmp_path: Path) -> None:
+    _, _, settings = prepared_composite("llava", tmp_path / "llava")
+    for setting in settings.values():
+        first, second = setting.plan(0).assignments["vision"]
+        assert first.idle and len(second.units) == 4
 
 
 def test_a_family_that_leaks_is_far_off_without_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
