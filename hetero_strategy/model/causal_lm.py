@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import DataError
-from hetero_strategy.mask import BidirectionalItems, ItemsAlone, MaskRule, Spans, by_window
+from hetero_strategy.mask import BidirectionalItems, Causal, ItemsAlone, MaskRule, Spans, by_window
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, previous_rows
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
 from hetero_strategy.model.kind import InstanceUnits, LossOutput, ModuleKind
@@ -91,9 +91,9 @@ class CausalLMKind(ModuleKind):
         return Spans(columns[0], columns[1], columns[2], source, prompts)
 
     def masks(self, lengths: np.ndarray, spans: Spans) -> dict[int | None, Tensor]:
-        """Return :attr:`Packing.masks` of sequences by the rules; none if rules are of items and there are none."""
-        of_items = all(isinstance(rule, BidirectionalItems | ItemsAlone) for rule in self.rules.values())
-        if of_items and not len(spans.rows):
+        """Return :attr:`Packing.masks` of sequences by the rules; none where every layer is causal in its own window."""
+        causal: tuple[type, ...] = (Causal,) if len(spans.rows) else (Causal, BidirectionalItems, ItemsAlone)
+        if all(type(rule) in causal and getattr(rule, "window", None) == at for at, rule in self.rules.items()):
             return {}
         return {
             window: torch.from_numpy(rule.slices(lengths, spans).intervals()) for window, rule in self.rules.items()

@@ -48,6 +48,9 @@ class HFTextKind(CausalLMKind):
         ModelError: the forward fails on a sample of text.
     """
 
+    heard = True
+    """Whether :attr:`rules` are the composite's own, and not those of :meth:`CausalLM.attend_by`."""
+
     def __init__(self, architecture: str, config: Mapping[str, Any], windows: Collection[int | None] = (None,)) -> None:
         self.composite = (architecture, json.dumps(config, default=str))  # a hashable key of each worker's listener
         with torch.device("cpu"):  # a module's constructor runs on the meta device
@@ -90,7 +93,11 @@ class HFTextKind(CausalLMKind):
 
     @override
     def spans(self, units: InstanceUnits, learnt: np.ndarray) -> Spans:
-        """Return the items of the fields that have blocks; items of a field without rows between them are one block."""
+        """Return the items, for a composite's own rules its blocks: items of some fields, those without rows between
+        them as one.
+        """
+        if not self.heard:
+            return super().spans(units, learnt)
         spans, blocks = super().spans(units, learnt), _listener(*self.composite).blocks
         fields = {each.module: each.field for each in units.content.placed(units.numbers)}
         of = np.array([fields[source] for source in spans.source.tolist()])

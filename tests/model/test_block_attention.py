@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.mask import BidirectionalItems, ItemsAlone, Spans, Words
+from hetero_strategy.mask import BidirectionalItems, Causal, ItemsAlone, MaskRule, Spans, Words
 from hetero_strategy.model import attention
 from hetero_strategy.model.attention import block_mask, packed_attention
 from hetero_strategy.model.block_attention import _backward, attend_in_blocks
@@ -164,6 +164,25 @@ def test_a_window_without_a_mask_of_the_rule_is_refused() -> None:
     rows = drawn(int(draw.lengths.sum()))
     with pytest.raises(ModelError, match=r"a layer has window=3, and its rule of attention knows windows \[None\]"):
         packed_attention(*rows, packing, causal=True, window=3)
+
+
+@pytest.mark.parametrize("rule", [BidirectionalItems(window=3), Causal(3)], ids=str)
+def test_a_window_of_the_rule_holds_without_items(rule: MaskRule) -> None:
+    """A sample of text gives the same rows alone and packed beside a sample with an image."""
+    llm = ready(hf_llama(check=False, **TINY["llama"]), dtype=torch.float32)
+    llm.attend_by(rule)
+    both = llm.kind.inputs(units_of([[], [4]], np.full((1, 2), 4), ("grid_h", "grid_w"), padding=0))
+    text = llm.kind.inputs(units_of([[]], np.zeros((0, 2), np.int64), ("grid_h", "grid_w"), padding=0))
+    assert torch.equal(text.ids, both.ids[:7])
+    alone, plain = llm(text).hidden, replace(text, packing=Packing.of(np.array([7])))
+    torch.testing.assert_close(llm(both).hidden[:7], alone)
+    assert not torch.allclose(llm(plain).hidden, alone)
+
+
+def test_a_causal_rule_needs_no_mask() -> None:
+    llm = hf_llama(check=False, **TINY["llama"])
+    llm.attend_by("causal")
+    assert not llm.kind.inputs(units_of([[4]], np.full((1, 2), 4), ("grid_h", "grid_w"))).packing.masks
 
 
 def test_a_language_model_attends_by_its_rule() -> None:

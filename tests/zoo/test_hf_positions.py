@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from hetero_strategy.errors import ModelError
+from hetero_strategy.mask import BidirectionalItems
 from hetero_strategy.model.kind import PlacedItems
 from hetero_strategy.testing.composites import built, model_class, tiny
 from hetero_strategy.zoo import hf_positions
+from hetero_strategy.zoo.hf_composed import HFComposedLM, decoder_path, whole_of
 from hetero_strategy.zoo.hf_positions import POSITIONS, HFTextKind
 
 IMAGE = 150
@@ -32,8 +34,8 @@ def units_of(rows: list[list[int]], sizes: np.ndarray, names: tuple[str, ...], p
     lengths = np.array([7 + sum(n + 2 for n in each) for each in rows])
     sample = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
     starts = [5 + sum(n + 2 for n in each[:place]) for each in rows for place in range(len(each))]
-    counts = np.array([n for each in rows for n in each])
-    placed = PlacedItems("eyes", "image", names, sample, sizes, np.array(starts), counts)
+    counts = np.array([n for each in rows for n in each], np.int64)
+    placed = PlacedItems("eyes", "image", names, sample, sizes, np.array(starts, np.int64), counts)
     ids = np.random.default_rng(0).integers(3, 140, lengths.sum()).astype(np.int32)
     learnt = np.zeros(len(ids), bool)
     learnt[np.cumsum(lengths) - 1] = True
@@ -120,3 +122,17 @@ def test_a_composite_without_either_has_no_columns(monkeypatch: pytest.MonkeyPat
 def test_a_forward_that_needs_more_is_refused() -> None:
     with pytest.raises(ModelError, match="Gemma4ForConditionalGeneration: its forward fails before the language model"):
         HFTextKind("Gemma4ForConditionalGeneration", tiny("gemma4").to_dict())
+
+
+@pytest.mark.parametrize("model_type", ["llava", "gemma3"])
+def test_a_rule_of_ones_own_replaces_that_of_a_composite(model_type: str) -> None:
+    """Items have the names of their modules."""
+    config = tiny(model_type)
+    path = decoder_path("llm", whole_of(model_class(model_type), config))
+    with torch.device("meta"):
+        llm = HFComposedLM(model_class(model_type), config, path=path)
+    llm.attend_by(BidirectionalItems(("eyes",)))
+    units = units_of([[4], []], np.full((1, 2), 4), ("grid_h", "grid_w"))
+    wanted = torch.block_diag(*(torch.ones(n, n).tril() for n in (13, 7, 3)))
+    wanted[5:9, 5:9] = 1
+    assert torch.equal(seen(pickle.loads(pickle.dumps(llm.kind)).inputs(units)), wanted.bool())
