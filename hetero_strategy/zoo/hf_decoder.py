@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
+from hetero_strategy.mask import MaskRule
 from hetero_strategy.model.adapter import block_linear_flops, linear_flops
 from hetero_strategy.model.causal_lm import CausalLM, head_rows_of
 from hetero_strategy.model.inputs import Packing, SequenceInputs
@@ -90,7 +91,11 @@ class HFCausalLM(HFAdapter, CausalLM):
         mixers = self._run_mixers_by_sequence()
         calls = [call for calls in parts.attention for call in calls]
         self.windows = list(dict.fromkeys(call.window for call in calls))
-        self.context_parallel = all(parts.attention) and not mixers and not any(c.chunk for c in calls)
+        chunk = next((call.chunk for call in calls if call.chunk), None)
+        self.ruleless = (
+            "layers that keep a state from row to row" if mixers else f"chunks of {chunk} rows" * bool(chunk)
+        )
+        self.context_parallel = all(parts.attention) and not self.ruleless
         self.context_width = max((call.context_width for call in calls), default=0)
         self.width = self.hidden_width = text.hidden_size
         self.vocab_size, self.head_rows = text.vocab_size, head_rows_of(text.vocab_size)
@@ -112,6 +117,13 @@ class HFCausalLM(HFAdapter, CausalLM):
                 stacklevel=2,
             )
         return any(mixers)
+
+    @override
+    def attend_by(self, rule: MaskRule | str) -> None:
+        """Let rows see each other by a rule, unless layers have chunks or states, which know none."""
+        if self.ruleless:
+            raise ModelError(f"{self.architecture}: {self.ruleless} know no rule of attention: leave attend_by out")
+        super().attend_by(rule)
 
     @property
     def base(self) -> Any:

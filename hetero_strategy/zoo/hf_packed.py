@@ -158,7 +158,7 @@ def _chunked(packing: Packing, size: int) -> Packing:
     if packing.context is not None or packing.masks:
         raise ModelError(
             f"attention in chunks of {size} rows and a sequence of {packing.longest} rows do not know context"
-            " parallelism and rules of attention: set cp=1, attention=None"
+            " parallelism and rules of attention: set cp=1, and take a language model without such chunks for a rule"
         )
     device = packing.positions.device
     chunks = Packing.of(_chunks(packing.lengths, size))

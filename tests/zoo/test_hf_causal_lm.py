@@ -113,6 +113,14 @@ def test_what_attention_does_is_read_from_one_run_without_values() -> None:
     assert next(c for c in calls["llama4_text"] if c.chunk).flops(np.array([9])) == 2 * 4 * 32 * (10 + 10 + 1)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "layers"), [("llama4_text", "chunks of 4 rows"), ("qwen3_next", "layers that keep a state")]
+)
+def test_layers_that_know_no_rule_refuse_it(model_type: str, layers: str) -> None:
+    with pytest.raises(ModelError, match=rf"ForCausalLM: {layers}.* know no rule of attention: leave attend_by out"):
+        hf_causal_lm(model_type=model_type, check=False, **TINY[model_type]).attend_by("bidirectional_items")
+
+
 def test_the_head_calls_parts_alone_where_the_forward_does(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = made("llama", num_hidden_layers=8)
     rows = torch.randn(3, ours.hidden_width)
