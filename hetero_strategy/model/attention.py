@@ -99,17 +99,19 @@ def packed_attention(
             f"window={window} of attention that is not causal: packed attention has windows that look back alone; leave"
             " it out, or give the blocks an attention of their own"
         )
-    options = _Options(causal, window, scale, dropout, softcap, sinks)
-    if packing.context is not None:
+    options, context = _Options(causal, window, scale, dropout, softcap, sinks), packing.context
+    in_flash = not (causal and packing.masks) and (context is None or context.by_segments)
+    in_flash = in_flash and _runs_flash(query, options)
+    if context is not None:
         if not causal:
             raise ModelError("attention that is not causal does not know context parallelism: set cp=1")
-        key, value = _of_all_ranks(key, value, packing.context, not packing.masks and _runs_flash(query, options))
+        key, value = _of_all_ranks(key, value, context, in_flash)
     if packing.rows == 0:
         return query + (key.sum() + value.sum())  # empty, but a (zero) gradient reaches all three
     mask = packing.masks.get(window) if causal else None
     if causal and packing.masks and mask is None:
         raise ModelError(f"a layer has window={window}, and its rule of attention knows windows {[*packing.masks]}")
-    if mask is None and _runs_flash(query, options):
+    if in_flash:
         uniform = window is None and packing.alike and _major(query) >= DENSE_MAJOR
         kernel = _dense if uniform and current_flash_attention_impl() is None else _flash
         return kernel(query, key, value, packing, options)

@@ -36,11 +36,14 @@ class Context(Movable):
     """int64 ``[K]``: the gathered keys that any row sees, in the order of rows."""
     ends: Tensor
     """int64 ``[rows]``: place after each row's own key among the K keys."""
+    by_segments: bool
+    """Whether no sequence has more than two segments, whose keys are laid out for kernels of packed sequences. More
+    segments of one sequence would repeat its keys too often."""
     of_segments: Tensor
-    """int64: the gathered keys that each segment sees, end to end, for kernels of packed sequences."""
-    turns: tuple[Tensor, ...]
-    """int64: places in :attr:`of_segments` of the first segment of each sequence, of the second and so on; no key is
-    twice in a turn."""
+    """int64: the gathered keys that each segment sees, end to end; none unless :attr:`by_segments`."""
+    turns: tuple[Tensor, Tensor]
+    """int64: places in :attr:`of_segments` of the first segment of each sequence and of the second; no key is twice in
+    a turn."""
     offsets: tuple[Tensor, Tensor]
     """int32 ``[segments + 1]``: first row and first key of each segment, for the same kernels."""
     extents: tuple[Tensor, Tensor]
@@ -93,10 +96,12 @@ def in_context(inputs: ModuleInputs, rank: int, dealt: Int64[np.ndarray, "ranks 
     sequence, starts = packing.sequence.numpy(), ragged.starts(packing.lengths)
     first = np.flatnonzero((np.diff(own, prepend=-2) != 1) | (np.diff(sequence[own], prepend=-1) != 0))
     of, rows = sequence[own[first]], np.diff(np.append(first, len(own)))
-    begins, lengths = starts[of], own[first] + rows - starts[of]
     # Segments of a sequence follow each other, and the last of them sees all keys that the others see.
     last = np.flatnonzero(np.diff(of, append=-1))
-    turn = np.repeat(ragged.within(np.diff(np.append(-1, last))), lengths)
+    number = ragged.within(np.diff(np.append(-1, last)))
+    by_segments = int(number.max(initial=0)) < 2
+    begins, lengths = starts[of], (own[first] + rows - starts[of]) * by_segments
+    turn = np.repeat(number, lengths)
     runs, seen = np.flatnonzero(np.diff(sequence[own], prepend=-1)), [own + 1]
     seen += [mask[1].numpy().max(axis=0)[own] for mask in packing.masks.values()]
     counts = np.maximum.reduceat(np.max(seen, axis=0), runs) - begins[last]
@@ -110,8 +115,9 @@ def in_context(inputs: ModuleInputs, rank: int, dealt: Int64[np.ndarray, "ranks 
         ranks,
         keys=torch.from_numpy(place)[keys],
         ends=torch.from_numpy(own + 1 + shift),
+        by_segments=by_segments,
         of_segments=torch.from_numpy(place[ragged.expand(begins, lengths)]),
-        turns=tuple(torch.from_numpy(np.flatnonzero(turn == number)) for number in range(int(turn.max(initial=0)) + 1)),
+        turns=(torch.from_numpy(np.flatnonzero(turn == 0)), torch.from_numpy(np.flatnonzero(turn == 1))),
         offsets=(offsets[0], offsets[1]),
         extents=(extents[0], extents[1]),
     )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.layout.row_sharding import two_chunks
@@ -122,6 +123,40 @@ def test_rows_see_later_rows_on_other_ranks(parts: int, rule: MaskRule, monkeypa
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     for found, gradient in zip(torch.autograd.grad(out, rows, weight), wanted, strict=True):
         torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_keys_are_laid_out_by_segments_for_two_of_a_sequence_at_most() -> None:
+    """In many blocks each key would be laid out once for each later block; the kernels of masks need each key once."""
+    whole = inputs_of([40, 24])
+    for by_rank, by_segments in ((two_chunks(64, 2), True), (np.arange(64).reshape(16, 2, 2).swapaxes(0, 1), False)):
+        contexts = [in_context(whole, rank, by_rank.reshape(2, -1)).packing.context for rank in range(2)]
+        for context in contexts:
+            assert context is not None and context.by_segments == by_segments and len(context.keys) <= 64
+            assert len(context.of_segments) == sum(map(len, context.turns)) == context.offsets[1][-1]
+            assert (len(context.of_segments) > 0) == by_segments
+
+
+def test_compiled_blocks_know_all_numbers_of_segments() -> None:
+    """Compiled once for a second segment and once without, not once for each number of segments."""
+    compiled = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=compiled)
+    def seen(context: Context, rows: Tensor) -> Tensor:
+        return context.seen_by_segments(rows) * 2
+
+    compilations = []
+    for blocks in (1, 1, 2, 2, 3, 4, 5, 6):
+        by_rank = np.arange(blocks * 24).reshape(blocks, 2, 12).swapaxes(0, 1).reshape(2, -1)
+        for lengths in ([24 * blocks], [14, 24 * blocks - 14]):
+            context = in_context(inputs_of(lengths), 1, by_rank).packing.context
+            assert context is not None
+            rows = torch.randn(24 * blocks, 3, requires_grad=True)
+            out, wanted = seen(context, rows), context.seen_by_segments(rows) * 2
+            weight = torch.randn_like(out)
+            assert torch.equal(out, wanted)
+            assert torch.equal(*(torch.autograd.grad(x, rows, weight)[0] for x in (out, wanted)))
+        compilations.append(compiled.frame_count)
+    assert compilations[4] == compilations[-1] <= 5
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
