@@ -24,7 +24,7 @@ from jaxtyping import Float64, Int64
 from hetero_strategy import ragged
 from hetero_strategy.layout.row_sharding import RowOrder
 from hetero_strategy.layout.spec import ContextOrder
-from hetero_strategy.mask import Causal, MaskRule, Slices, Spans
+from hetero_strategy.mask import Causal, Slices, Spans
 from hetero_strategy.plan.greedy import deal, whole
 
 BLOCKS = 16
@@ -57,19 +57,15 @@ class Dealing:
     Args:
         ranks: context-parallel ranks of an instance.
         order, cost: see :func:`deal_rows`.
-        rule: rule of the module's attention mask.
     """
 
     ranks: int
     order: ContextOrder = "auto"
     cost: RowCost = RowCost()  # noqa: RUF009 - immutable
-    rule: MaskRule = Causal()  # noqa: RUF009 - immutable
 
     def of(self, lengths: Sequence[Int64[np.ndarray, "_sequences"]]) -> RowOrder:
-        """Return the order of rows of instances with sequences of these lengths."""
-        dealt = [
-            deal_rows(rows, self.rule.slices(rows, Spans.none()), self.ranks, self.cost, self.order) for rows in lengths
-        ]
+        """Return the order of rows of instances with sequences of these lengths, for causal attention."""
+        dealt = [deal_rows(x, Causal().slices(x, Spans.none()), self.ranks, self.cost, self.order) for x in lengths]
         totals, count = (
             np.array(list(map(f, x)), np.int64) for f, x in ((np.sum, lengths), (lambda d: len(d.rank), dealt))
         )
@@ -111,6 +107,8 @@ def deal_rows(
             sequences; ``auto``: whole sequences first, or one of the other two if the busiest rank takes less time.
     """
     total = np.array([int(lengths.sum())])
+    if not total[0]:
+        return RankPieces(np.zeros(0, np.int64), np.zeros(0, np.int64))
     everything = _Shares(np.zeros(ranks, np.int64), np.arange(ranks), np.full(ranks, total[0] // ranks))
     if order != "auto":
         return _cut(total, mask, ranks, everything, order, 0.0)

@@ -128,6 +128,13 @@ def test_a_deal_is_made_of_every_instance() -> None:
     assert sorted(order.rows(1, 4).tolist()) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("order", ["auto", "blocks", "zigzag"])
+def test_an_instance_may_have_no_rows(order: Any) -> None:
+    dealt = Dealing(2, order).of([np.zeros(0, np.int64), np.array([0, 0]), np.array([4])])
+    assert dealt.rows(0, 0).tolist() == dealt.rows(1, 0).tolist() == []
+    assert dealt.first.tolist() == [0, 0, 0] and sorted(dealt.rows(2, 4).tolist()) == [0, 1, 2, 3]
+
+
 @pytest.mark.perf
 @pytest.mark.parametrize("kind", ["one", "documents", "items"])
 def test_a_million_tokens_are_dealt_in_a_millisecond(kind: str) -> None:
