@@ -91,7 +91,7 @@ class CausalLMKind(ModuleKind):
         return Spans(columns[0], columns[1], columns[2], source, prompts)
 
     def masks(self, lengths: np.ndarray, spans: Spans) -> dict[int | None, Tensor]:
-        """Return :attr:`Packing.masks` of sequences by the rules; none where every layer is causal in its own window."""
+        """Return :attr:`Packing.masks` of sequences by the rules; none where each layer is causal in its own window."""
         causal: tuple[type, ...] = (Causal,) if len(spans.rows) else (Causal, BidirectionalItems, ItemsAlone)
         if all(type(rule) in causal and getattr(rule, "window", None) == at for at, rule in self.rules.items()):
             return {}

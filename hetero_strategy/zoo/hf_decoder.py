@@ -92,9 +92,8 @@ class HFCausalLM(HFAdapter, CausalLM):
         calls = [call for calls in parts.attention for call in calls]
         self.windows = list(dict.fromkeys(call.window for call in calls))
         chunk = next((call.chunk for call in calls if call.chunk), None)
-        self.ruleless = (
-            "layers that keep a state from row to row" if mixers else f"chunks of {chunk} rows" * bool(chunk)
-        )
+        chunked = f"chunks of {chunk} rows" if chunk else ""
+        self.ruleless = "layers that keep a state from row to row" if mixers else chunked
         self.context_parallel = all(parts.attention) and not self.ruleless
         self.context_width = max((call.context_width for call in calls), default=0)
         self.width = self.hidden_width = text.hidden_size
