@@ -34,11 +34,11 @@ class SlicedRows(ParallelStyle):
         rows: list[int] = []
 
         def begin(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            rows.append(len(given[0]))
+            rows[:] = [len(given[0])]  # a recompute may end inside the module, before its end
             return tree_map_only(Tensor, lambda whole: own_slice(whole, device_mesh), (given, named))
 
         def end(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-            shape, stride = torch.Size((rows.pop(), out.shape[1])), (out.shape[1], 1)
+            shape, stride = torch.Size((rows[0], out.shape[1])), (out.shape[1], 1)
             parts = DTensor.from_local(
                 out.contiguous(), device_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
             )

@@ -54,11 +54,12 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
         return (rows.detach().requires_grad_(), *given[1:])
 
     def begin(stage: nn.Module, given: tuple[Any, ...]) -> None:
-        ran.clear()  # also of units that ran again in a backward
+        ran.clear()
         runs.begin(applies())
 
     def note(fqn: str, unit: nn.Module, given: Any, made: Any) -> None:
-        ran[fqn] = [x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad]
+        if runs.in_forward:  # an output of a recompute would keep all of its activations
+            ran[fqn] = [x for x in tree_leaves(made) if isinstance(x, Tensor) and x.requires_grad]
 
     def join(stage: Adapter, given: Any, made: Any) -> Any:
         if not applies():
@@ -102,17 +103,18 @@ class _Runs:
         """Unit -> its runs in the first forward of each kind: with or without gradients, in training or in evaluation,
         in which a generator draws samples."""
         self._now: dict[str, int] = {}
-        self._counts = False
+        self.in_forward = False
+        """Whether units run in a forward that is compared, not again in a backward."""
 
     @property
     def _kind(self) -> tuple[bool, bool]:
         return torch.is_grad_enabled(), self._stage.training
 
     def begin(self, counts: bool) -> None:
-        self._counts, self._now = counts, dict.fromkeys(self._names, 0)
+        self.in_forward, self._now = counts, dict.fromkeys(self._names, 0)
 
     def count(self, name: str, unit: nn.Module, given: Any) -> None:
-        if not self._counts:  # not in a forward: it runs again in a backward
+        if not self.in_forward:
             return
         self._now[name] = runs = self._now[name] + 1
         first = self._first.get(self._kind)
@@ -125,7 +127,7 @@ class _Runs:
 
     def end(self) -> None:
         """Compare the whole forward; the first one is a collective over the mesh, as each further run of a unit is."""
-        self._counts = False
+        self.in_forward = False
         first = self._first.get(self._kind)
         if first is None:
             self._meet(None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,15 +28,16 @@ from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.layout.spec import place
 from hetero_strategy.model.experts import Exchange, kept_routes, routed
 from hetero_strategy.model.inputs import SequenceInputs
-from hetero_strategy.parallelize import experts
+from hetero_strategy.parallelize import experts, fsdp
 from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.gradients import local
+from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.runtime.backward import inputs_first
 from hetero_strategy.testing import Pool
 from hetero_strategy.testing.composites import built, tiny
 from hetero_strategy.zoo.hf_causal_lm import HFCausalLM, hf_causal_lm
 from tests.distributed.exact import EXACT, Given, differences, expected, on, run_together, setting_of
-from tests.model.helpers import reads
+from tests.model.helpers import reads, tokens
 from tests.parallelize.pieces import MAKE, Piece, run_all, worst
 from tests.zoo.families import TINY
 
@@ -294,6 +297,35 @@ def test_gradients_of_families(pool: Pool, model_types: tuple[str, ...], layout:
     found = zip(model_types, *pool.run(2, families_on_rank, model_types, layout, timeout=300), strict=True)
     errors = {of: worst([*results]) for of, *results in found}
     assert max(errors.values()) < 1e-5, errors
+
+
+def unfreed_on_rank(rank: int, world: int) -> set[str]:
+    """Nodes of graphs, reachable from any tensor after a backward that recomputes, whose saved tensors are kept."""
+    module = hf_causal_lm(model_type="deepseek_v3", check=False, **TINY["deepseek_v3"]).train()
+    layout = ModuleLayout(world, ep=world).resolved()
+    registry = GroupRegistry(place({"m": layout}, world), [], "cpu")
+    mesh, transforms = registry.mesh("m"), {"recompute": Recompute()}
+    (stage,) = parallelize(
+        "m", module, layout, mesh, torch.device("cpu"), seed=3, experts=registry.experts("m"), transforms=transforms
+    ).values()
+    loss = stage(tokens([7, 4]), {}, None).loss_sum
+    fsdp.per_microbatch(stage, True, {})
+    loss.backward()
+    nodes = [x.grad_fn for x in gc.get_objects() if type(x) is Tensor and x.grad_fn is not None]
+    seen, unfreed = set(nodes), set[str]()
+    while nodes:
+        node = nodes.pop()
+        with suppress(RuntimeError, AttributeError):  # freed, or it keeps nothing of this name
+            unfreed.add(f"{node.name()}: {tuple(node._saved_self.shape)}")
+        further = {later for later, _ in node.next_functions if later is not None} - seen
+        seen |= further
+        nodes += further
+    return unfreed
+
+
+def test_a_recompute_leaves_no_activations_behind(pool: Pool) -> None:
+    """Experts are a unit of FSDP inside a recomputed block, whose recompute ends after them: shared experts follow."""
+    assert pool.run(2, unfreed_on_rank, timeout=60) == [set(), set()]
 
 
 def composite_on_rank(rank: int, world: int, folder: str) -> list[Any]:
