@@ -28,7 +28,7 @@ from hetero_strategy.parallelize.transform import Site, Transform
 _ATEN = torch.ops.aten
 _C10D = torch.ops._c10d_functional
 MATMULS: list[Any] = [
-    _ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default,
+    _ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default, _ATEN._grouped_mm.default,
     _ATEN._scaled_dot_product_flash_attention.default, _ATEN._scaled_dot_product_efficient_attention.default,
     _ATEN._scaled_dot_product_cudnn_attention.default, _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
     _C10D.reduce_scatter_tensor.default, _C10D.all_reduce.default,
@@ -139,6 +139,9 @@ class Recompute(SomeBlocks):
 
 def apply_recompute(blocks: Iterable[nn.Module], how: Recompute) -> None:
     """Apply activation checkpointing to these blocks, without a wrapper module: parameter names stay as they are."""
+    fallback = getattr(torch.ops.transformers, "grouped_mm_fallback", None)  # known once a mixture is made
+    if fallback is not None and fallback.default not in MATMULS:
+        MATMULS.append(fallback.default)
     for block in blocks:
         vars(block)["_hetero_trains"] = any(p.requires_grad for p in block.parameters())
         vars(block)["_hetero_keeps_routes"] = any("exchange" in vars(part) for part in block.modules())

@@ -20,10 +20,12 @@ from hetero_strategy.layout.registry import fake_world
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.inputs import SequenceInputs
 from hetero_strategy.parallelize.apply import parallelize
-from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.parallelize.recompute import Recompute, apply_recompute
 from hetero_strategy.parallelize.transforms import decoupled, read_transforms
 from hetero_strategy.zoo import hf_llama, titan_llama
-from tests.model.helpers import LLAMA, TITAN, tokens
+from hetero_strategy.zoo.hf_causal_lm import hf_causal_lm
+from tests.model.helpers import LLAMA, TITAN, ready, tokens
+from tests.parallelize.pieces import EXPERTS
 
 
 def made(recompute: str | None) -> Adapter:
@@ -73,16 +75,34 @@ def test_what_is_kept_does_not_run_again() -> None:
     assert flops("every 2") == pytest.approx((plain + again) / 2, rel=0.01)
 
 
-class Sums(TorchDispatchMode):
-    """Counts what tensor parallelism sums over its ranks."""
+class Calls(TorchDispatchMode):
+    """Counts the calls of operators whose names begin so."""
 
-    def __init__(self) -> None:
+    def __init__(self, *begins: str) -> None:
         super().__init__()
-        self.count = 0
+        self.begins, self.count = begins, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.name().startswith(("_c10d_functional::reduce_scatter", "_c10d_functional::all_reduce"))
+        self.count += func.name().startswith(self.begins)
         return func(*args, **(kwargs or {}))
+
+
+def products_of_experts(recompute: str | None, dtype: torch.dtype) -> int:
+    """Grouped products of a mixture's backward."""
+    module = ready(hf_causal_lm(model_type="qwen3_moe", check=False, **LLAMA | EXPERTS), dtype=dtype)
+    if how := Recompute.of(recompute):
+        apply_recompute(module.blocks().values(), how)
+    loss = module(tokens([40, 24])).loss_sum
+    with Calls("aten::_grouped_mm", "transformers::grouped_mm_fallback") as products:
+        loss.backward()
+    return products.count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_products_of_experts_do_not_run_again(dtype: torch.dtype) -> None:
+    """torch's kernel, and transformers' operator for the dtypes that it lacks."""
+    plain, again = (products_of_experts(way, dtype) for way in (None, "all"))
+    assert again > plain == products_of_experts("all but matmuls", dtype)
 
 
 def sums_of_backward(make: Callable[[], Adapter], recompute: str | None) -> int:
@@ -92,7 +112,7 @@ def sums_of_backward(make: Callable[[], Adapter], recompute: str | None) -> int:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
         parallelize("llm", module, layout, mesh, torch.device("cpu"), seed=1, transforms=how)
         loss = module(tokens([40, 24])).loss_sum
-        with Sums() as sums:
+        with Calls("_c10d_functional::reduce_scatter", "_c10d_functional::all_reduce") as sums:
             loss.backward()
     return sums.count
 
