@@ -18,7 +18,7 @@ from jaxtyping import Int64
 
 from hetero_strategy.boundary import transport
 from hetero_strategy.boundary.transport import Channel, Wire
-from hetero_strategy.layout.registry import MESSAGE_CTAS, context_sets, rank_sets
+from hetero_strategy.layout.registry import MESSAGE_CTAS, context_sets, exchange_sets, rank_sets
 from hetero_strategy.layout.spec import Placement
 from hetero_strategy.schedule.action import StageGraph
 
@@ -124,7 +124,8 @@ def process_groups(
             it.
 
     Returns:
-        ``modules``: the world, axes of meshes, context-parallel ranks, the owners of shared weights, each rank alone;
+        ``modules``: the world, axes of meshes, the owners of shared weights, each rank alone, context-parallel ranks,
+            and ranks that exchange rows of experts;
         ``edges``: channels that do not share a group of modules; ``host``: groups of all ranks for checkpoints and for
             loading.
     """
@@ -140,7 +141,11 @@ def module_groups(placement: Placement, owners: Iterable[tuple[int, ...]]) -> li
     """Predict the process groups of a run's modules, see :func:`process_groups`. Pure."""
     everyone = tuple(range(placement.world_size))
     sets = [ranks for ranks in rank_sets(placement, owners) if len(ranks) > 1]
-    return [*dict.fromkeys([everyone, *sets, *((rank,) for rank in everyone)]), *context_sets(placement)]
+    return [
+        *dict.fromkeys([everyone, *sets, *((rank,) for rank in everyone)]),
+        *context_sets(placement),
+        *exchange_sets(placement),
+    ]
 
 
 def message_buffers(graph: StageGraph, world_size: int, ranks_per_node: int = 8) -> Int64[np.ndarray, "ranks"]:

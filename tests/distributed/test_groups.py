@@ -32,6 +32,7 @@ PLACEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"vision": on(1, 0, 2), "llm": on(0, 1, 2, 3, 4, 5, 6, 7, tp=2, dp_shard=2, dp_replicate=2)},
         {},
     ),
+    "experts": ({"vision": on(0, 1), "llm": on(0, 1, 2, 3, ep=2)}, {"lm": "mixture"}),
 }
 RankSets = Counter[tuple[int, ...]]
 
