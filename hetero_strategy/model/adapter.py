@@ -83,9 +83,9 @@ class Adapter(nn.Module):
     max_item_rows: int | None = None
     """Most rows inside the module that positions allow for an item; None: any number."""
     checkpoint: str | Path | None = None
+    """Local Hugging Face folder that the initial values come from."""
     read_whole: int = 0
     """Tensors that this rank read whole from there, as transformers converts them by more than moving slices."""
-    """Local Hugging Face folder that the initial values come from."""
     processor: Media | RawRows | None = None
     """Processor of its files, or the fields that its weights fix; None for language models."""
     name: str = ""
