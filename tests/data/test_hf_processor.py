@@ -177,7 +177,7 @@ def test_inputs_of_an_encoder_and_their_parts(tmp_path: Path) -> None:
     assert none.values.shape == (0, processor.feature)
 
 
-def test_sound_at_the_rate_of_its_processor(tmp_path: Path) -> None:
+def test_sound_at_the_rate_of_its_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import soundfile
 
     (tmp_path / "preprocessor_config.json").write_text(
@@ -185,7 +185,15 @@ def test_sound_at_the_rate_of_its_processor(tmp_path: Path) -> None:
     )
     processor = HFProcessor(str(tmp_path), "audio", "audio", output_rows=raw)
     soundfile.write(tmp_path / "a.wav", RNG.uniform(-0.5, 0.5, 8000), 8000)
+    processed, lengths = HFProcessor._processed, list[int]()
+
+    def counted(own: HFProcessor, item: Any, parts: Any) -> Any:
+        lengths.append(len(item))
+        return processed(own, item, parts)
+
+    monkeypatch.setattr(HFProcessor, "_processed", counted)
     sizes, rows = processor.measure(tmp_path / "a.wav")
+    assert lengths == [16000, 40007, 32000, 64000, 16000]  # sound has no quick way to try: probes, most samples, it
     values = processor.load(tmp_path / "a.wav", sizes)
     assert sizes[:2] == (1, 16000) and rows == 1 and processor.tile == (8, 200) and values.shape == (1, 1600)
     from transformers import AutoFeatureExtractor
