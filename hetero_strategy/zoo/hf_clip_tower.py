@@ -108,7 +108,10 @@ class ClipTower(TileTower):
             else:
                 break
         else:
-            raise ModelError(f"{self.architecture} does not run on clips of sound: {'; '.join(dict.fromkeys(faults))}")
+            raise ModelError(
+                f"{self.architecture} does not run on clips of sound: {'; '.join(dict.fromkeys(faults))}; such a tower"
+                " may need lengths: take the whole folder by hf_composite, or another tower"
+            )
         self.is_fixed = bool(self._fault(self.length // 2))
         self.runs_vary = not self.is_fixed
 
@@ -170,8 +173,8 @@ class ClipTower(TileTower):
     def values(self, inputs: EncoderInputs, items: np.ndarray, shape: tuple[int, ...]) -> Tensor:
         if self.is_fixed:
             return some(inputs.values, inputs.sizes[:, 0], items, 1).reshape(-1, *shape)
-        frames = some(inputs.values, inputs.sizes[:, 0], items, max(shape))
-        clips = frames.reshape(-1, max(shape), self.numbers)
+        length = shape[self.layout.index(-1)]
+        clips = some(inputs.values, inputs.sizes[:, 0], items, length).reshape(-1, length, self.numbers)
         return clips.transpose(1, 2) if self.layout[-1] < 0 < len(self.layout) - 1 else clips.reshape(-1, *shape)
 
     @override

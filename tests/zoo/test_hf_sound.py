@@ -97,9 +97,10 @@ def encoder(folder: Path, **options: Any) -> Encoder:
     return made
 
 
-def clips(name: str, made: Encoder, lengths: tuple[int, ...] = (400, 333, 400)) -> EncoderInputs:
-    """Draw windows, or clips of these lengths."""
+def clips(name: str, made: Encoder) -> EncoderInputs:
+    """Draw windows, or clips of several lengths."""
     backbone: Any = made.backbone
+    lengths = (400, 333, 5, 400) if name == "wav2vec2-bert" else (400, 333, 400)  # 5 frames are fewer than bands
     sizes = np.array([[1], [2], [1]] if backbone.is_fixed else [[length] for length in lengths])
     return inputs_of(backbone, sizes, CASES[name].numbers)
 
