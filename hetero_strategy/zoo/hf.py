@@ -98,12 +98,14 @@ class RowsOf:
     more: int = 0
     """Rows added to an item, or rows of a raw row."""
     divisor: int = 1
+    patch: int = 1
+    """Length of a patch along a side; what is left of a side is no patch."""
 
     def __call__(self, sizes: np.ndarray) -> np.ndarray:
         sizes = np.asarray(sizes, np.int64)
         if not self.sides:
             return sizes[:, 0] * self.more // self.divisor
-        return sizes[:, -self.sides :].prod(axis=1) // self.divisor + self.more
+        return (sizes[:, -self.sides :] // self.patch).prod(axis=1) // self.divisor + self.more
 
 
 def matmul_weights(part: nn.Module) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,7 +85,25 @@ def hf_encoder(
     joins = merge if projector in ("merge", "shuffle") else 1
     made = ClipTower if media == "audio" else GridTower if ragged else TileTower
     layer = (-2 if made is TileTower else -1) if layer is None else layer
-    backbone = made(tower, layer=layer, merge=joins, checkpoint=checkpoint)
+    options: dict[str, Any] = {"layer": layer, "merge": joins, "checkpoint": checkpoint}
+    own = None
+    if processor is None and any((Path(checkpoint) / name).is_file() for name in (PROCESSOR, "processor_config.json")):
+        from hetero_strategy.data.hf_processor import HFProcessor
+
+        processor = own = HFProcessor(str(checkpoint), media, media)
+        if made is TileTower:
+            options["pixels"] = own.tile[1:]
+    backbone = made(tower, **options)
+    if own is not None:
+        backbone.runs_vary = isinstance(backbone, TileTower) and not backbone.is_whole(own.feature)
+        if made is TileTower and backbone.runs_vary and joins > 1:
+            raise ModelError(
+                f"hf_encoder: projector={projector!r}, but the processor of {checkpoint} makes pictures of many sizes,"
+                f" whose patches cannot all be joined by {joins}; take 'mlp' or 'linear', or set one size and"
+                f" do_center_crop in its {PROCESSOR}"
+            )
+        edge, inner = backbone.rows_of_folder()
+        processor = replace(own, output_rows=edge, packing_rows=inner)
     width = backbone.width
     with torch.device("meta"):
         if projector == "mlp" or projector == "shuffle":
@@ -94,12 +113,6 @@ def hf_encoder(
         elif projector == "merge":
             projector = Merger(width // backbone.joined_rows, backbone.joined_rows, out_width)
     assert isinstance(projector, nn.Module)
-    if processor is None and any((Path(checkpoint) / name).is_file() for name in (PROCESSOR, "processor_config.json")):
-        from hetero_strategy.data.hf_processor import HFProcessor
-
-        edge, inner = backbone.rows_of_folder()
-        processor = HFProcessor(str(checkpoint), media, media, output_rows=edge, packing_rows=inner)
-        backbone.runs_vary = isinstance(backbone, TileTower) and not backbone.is_whole(processor.feature)
     return Encoder(backbone, projector, width=out_width, before=before, after=after, processor=processor)
 
 

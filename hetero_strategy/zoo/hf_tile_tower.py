@@ -26,11 +26,17 @@ class TileTower(HFTower):
     :class:`~hetero_strategy.data.media.ImageProcessor` makes them, pixels ``[R, channels]``, or whole tiles, channels
     first, as transformers' processors make them. The last numbers of an item's sizes are its grid; where raw rows are
     whole tiles, the first is their number.
+
+    Args:
+        pixels: height and width of a whole tile; default: the ``image_size`` of the tower's config.
+        **options: as in :class:`HFTower`.
     """
 
     runs_vary = True
+    pixels: tuple[int, ...]
 
-    def __init__(self, model: Any, **options: Any) -> None:
+    def __init__(self, model: Any, *, pixels: tuple[int, ...] = (), **options: Any) -> None:
+        self.__dict__["pixels"] = pixels  # before nn.Module's constructor, because the base traces
         super().__init__(model, **options)
         self.class_rows = self.inner_rows - prod(self.tile)
         if any(length % self.merge for length in self.tile):
@@ -41,13 +47,14 @@ class TileTower(HFTower):
         config = tower.config
         self.patch = side(config, "patch_size")
         self.channels = side(config, "num_channels", "in_channels", "in_chans")
-        length = side(config, "image_size") // self.patch
+        self.usual = (side(config, "image_size"),) * 2
+        self.pixels = self.pixels or self.usual
         self.processor = ImagePatches(self.patch, self.channels, self.merge)
-        self.tile = (length, length)
+        self.tile = self.pixels[0] // self.patch, self.pixels[1] // self.patch
 
     @override
     def run_example(self, model: Any) -> Tensor:
-        return self.features(model, torch.zeros(TILES, self.channels, *(length * self.patch for length in self.tile)))
+        return self.features(model, torch.zeros(TILES, self.channels, *self.pixels))
 
     @override
     def rows_of(self, inputs: EncoderInputs, hidden: Tensor | None) -> Tensor:
@@ -90,7 +97,7 @@ class TileTower(HFTower):
 
     def is_whole(self, feature: int) -> bool:
         """Return whether a raw row with so many numbers is an item, or a tile of one, of the tower's own size."""
-        return feature == self.channels * prod(self.tile) * self.patch**2
+        return feature == self.channels * prod(self.pixels)
 
     def sides(self, sizes: np.ndarray) -> np.ndarray:
         """Return what decides the shape of an item, int64 ``[n, sides]``, from items' sizes."""
@@ -104,17 +111,18 @@ class TileTower(HFTower):
         Args:
             items: numbers of items that have the sides ``own``; None: tiles of the tower's own size.
         """
-        unit = isqrt(inputs.values.shape[1] // self.channels)
-        grid = self._grid(inputs, own)
+        inner = prod(self._grid(inputs, own)) + self.class_rows
+        if own is None:
+            return (self.channels, *self.pixels), inner
+        unit = max(isqrt(inputs.values.shape[1] // self.channels), 1)
         if own:
-            self._check(inputs, items, unit, (own[0], own[1]))
-        height, width = (length * self.patch for length in grid)
-        return (self.channels, height, width), prod(grid) + self.class_rows
+            self._check(inputs, items, unit, own, inner)
+        return (self.channels, *(length * unit for length in own or (side // unit for side in self.pixels))), inner
 
     def _grid(self, inputs: EncoderInputs, own: tuple[int, ...] | None) -> tuple[int, int]:
         """Return the patches of an item along its sides."""
-        scale = self.patch // max(isqrt(inputs.values.shape[1] // self.channels), 1)
-        return (own[0] // scale, own[1] // scale) if own else self.tile
+        unit = isqrt(inputs.values.shape[1] // self.channels)
+        return (own[0] * unit // self.patch, own[1] * unit // self.patch) if own else self.tile
 
     def values(self, inputs: EncoderInputs, items: np.ndarray, shape: tuple[int, ...]) -> Tensor:
         """Return the values of some items, ``[n, *shape]``, or zeros of one item."""
@@ -131,9 +139,9 @@ class TileTower(HFTower):
     def features(self, model: Any, values: Tensor) -> Tensor:
         """Run the tower in a model on values of items ``[n, ...]``."""
         tower = model.get_submodule(self.path)
-        usual = tuple(length * self.patch for length in self.tile) == tuple(values.shape[2:])
         takes = inspect.signature(tower.forward).parameters
-        other = {} if usual or "interpolate_pos_encoding" not in takes else {"interpolate_pos_encoding": True}
+        is_usual = tuple(values.shape[2:]) == self.usual or "interpolate_pos_encoding" not in takes
+        other = {} if is_usual else {"interpolate_pos_encoding": True}
         return tower(pixel_values=values, **other).last_hidden_state
 
     def finished(self, rows: Tensor, inputs: EncoderInputs, items: np.ndarray, own: tuple[int, ...] | None) -> Tensor:
@@ -145,18 +153,12 @@ class TileTower(HFTower):
         cells = rows.unflatten(1, (grid[0] // k, k, grid[1] // k, k)).transpose(2, 3)
         return cells.reshape(-1, self.width)
 
-    def _check(self, inputs: EncoderInputs, items: np.ndarray, unit: int, size: tuple[int, int]) -> None:
-        pixels = [length * unit for length in size]
-        if (
-            unit**2 * self.channels != inputs.values.shape[1]
-            or self.patch % unit
-            or any(p % self.patch for p in pixels)
-        ):
+    def _check(self, inputs: EncoderInputs, items: np.ndarray, unit: int, size: tuple[int, ...], rows: int) -> None:
+        if unit**2 * self.channels != inputs.values.shape[1] or self.patch % unit:
             raise DataError(
                 f"{self.architecture}: items of {size} values of {inputs.values.shape[1]} numbers are no whole patches"
                 f" of {self.patch} x {self.patch} pixels with {self.channels} channels"
             )
-        rows = pixels[0] * pixels[1] // self.patch**2 + self.class_rows
         if not (self.first_stage and self.last_stage) and (inputs.packing.lengths[items] != rows).any():
             raise DataError(
                 f"{self.architecture}: an item of {size} has {rows} rows between stages, the data plans"
@@ -180,7 +182,7 @@ class TileTower(HFTower):
 
     @override
     def output_rows(self, sizes: np.ndarray) -> np.ndarray:
-        return RowsOf(2, 0, prod(self.tile) * self.joined_rows // (self.outer_rows - self.class_rows))(sizes)
+        return RowsOf(2, 0, self._joined_patches)(sizes)
 
     @override
     def packing_rows(self, sizes: np.ndarray) -> np.ndarray:
@@ -188,4 +190,11 @@ class TileTower(HFTower):
 
     @override
     def rows_of_folder(self) -> tuple[RowsFunction, RowsFunction]:
+        if self.runs_vary:  # raw rows are pixels
+            return RowsOf(2, 0, self._joined_patches, self.patch), RowsOf(2, self.class_rows, 1, self.patch)
         return RowsOf(0, (self.outer_rows - self.class_rows) // self.joined_rows), RowsOf(0, self.inner_rows)
+
+    @property
+    def _joined_patches(self) -> int:
+        """Return the patches of a row at the edge."""
+        return prod(self.tile) * self.joined_rows // (self.outer_rows - self.class_rows)

@@ -326,6 +326,67 @@ def test_the_folder_says_how_pictures_are_read(folder: Path, tmp_path: Path) -> 
     assert made(processor.collate([], np.zeros((0, len(sizes)), int), np.zeros(0, int))).shape == (0, WIDTH)
 
 
+RESIZED = {"do_normalize": True, "image_mean": [0.4] * 3, "image_std": [0.3] * 3, "resample": 3}
+OWN_SIZE = {
+    "sides are no multiple of a patch": (
+        transformers.SiglipVisionConfig(**{**SIZES, "image_size": 32}, patch_size=PATCH),
+        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 32, "width": 32}}, 16, 0,
+    ),
+    "a crop is smaller than the config's pictures": (
+        transformers.Dinov2Config(**{**SIZES, "image_size": 56}, patch_size=PATCH, mlp_ratio=2),
+        {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 30},
+         "crop_size": {"height": 28, "width": 28}}, 16, 1,
+    ),
+    "a picture is no square": (
+        transformers.CLIPVisionConfig(**SIZES, patch_size=PATCH),
+        {"image_processor_type": "CLIPImageProcessor", "size": {"height": 28, "width": 56}, "do_center_crop": False},
+        32, 1,
+    ),
+    "sizes differ": (
+        transformers.CLIPVisionConfig(**SIZES, patch_size=PATCH),
+        {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}, "do_center_crop": False}, 24, 1,
+    ),
+}  # fmt: skip
+"""Model, processor, rows of a picture of 40 x 61 pixels, and rows before those of patches."""
+
+
+@pytest.mark.parametrize("case", OWN_SIZE)
+def test_pictures_have_the_size_that_the_processor_makes(case: str, tmp_path: Path) -> None:
+    config, fields, count, class_rows = OWN_SIZE[case]
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**RESIZED, **fields}))
+    made = hf_encoder(tmp_path, WIDTH, layer=-1)
+    materialize(made, 0, name="vision")
+    made.eval()
+    processor: Any = pickle.loads(pickle.dumps(made.processor))
+    loaded, expected = [], []
+    for number, (height, width) in enumerate([(40, 61), (61, 40), (40, 61)]):
+        picture = Image.fromarray(np.random.default_rng(number).integers(0, 255, (height, width, 3), np.uint8))
+        picture.save(file := tmp_path / f"{number}.png")
+        loaded.append((processor.load(file), *processor.measure(file)))
+        values = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")(picture, return_tensors="pt")
+        usual = tuple(values["pixel_values"].shape[2:]) == (config.image_size,) * 2
+        other = {} if usual or "Dinov2" in type(model).__name__ else {"interpolate_pos_encoding": True}
+        with torch.no_grad():
+            expected.append(model(**values, **other).last_hidden_state[0, class_rows:])
+    taken, sizes, rows = zip(*loaded, strict=True)
+    inputs = processor.collate(taken, np.array(sizes), np.array(rows))
+    assert rows[0] == count and inputs.packing.lengths[0] == count + class_rows
+    assert made.runs_vary == (case == "sizes differ")
+    with torch.no_grad():
+        torch.testing.assert_close(made.backbone(inputs), torch.cat(expected), rtol=1e-5, atol=1e-5)
+        blocks = list(made.blocks())
+        first, last = made.stage(blocks[:1], first=True, last=False), made.stage(blocks[1:], first=False, last=True)
+        assert torch.equal(last(inputs, hidden=first(inputs)), made(inputs))
+    none = processor.collate([], np.zeros((0, len(sizes[0])), int), np.zeros(0, int))
+    assert made(none).shape == last(none, hidden=first(none)).shape == (0, WIDTH)
+    if made.runs_vary:
+        with pytest.raises(ModelError, match="makes pictures of many sizes, whose patches cannot all be joined by 2"):
+            hf_encoder(tmp_path, WIDTH, projector="merge")
+
+
 def test_a_data_module_checks_a_language_model_with_values() -> None:
     fields = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     with models_without_values():  # a data module makes its model so
