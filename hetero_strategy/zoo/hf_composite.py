@@ -95,7 +95,7 @@ def hf_folder(checkpoint: str | Path) -> dict[str, Any]:
 def has_media(whole: Any, kind: str) -> bool:
     """Return whether a composite has a tower for a kind of media, and makes rows with it."""
     base = whole.base_model
-    return hasattr(base, f"get_{kind}_features") and whole.get_encoder(modality=kind) not in (whole, base)
+    return hasattr(base, f"get_{kind}_features") and whole.get_encoder(modality=kind) not in (None, whole, base)
 
 
 def encoder_of(whole: Any, kind: str, *, checkpoint: str | Path | None = None, processor: Any = None) -> Encoder:

@@ -256,7 +256,13 @@ class Borrowed(nn.Module):
 
 def _channels(config: Any, kind: str) -> int:
     names = ("num_channels", "in_channels") if kind == "image" else ("num_mel_bins",)
-    return int(next(value for name in names if (value := getattr(config, name, None))))
+    found = next((value for name in names if (value := getattr(config, name, None))), None)
+    if found is None:
+        raise ModelError(
+            f"hf_composite: {type(config).__name__} has no {' or '.join(names)}; take the language model by"
+            " hf_causal_lm(part='llm')"
+        )
+    return int(found)
 
 
 def _flat(rows: Any) -> list[Tensor]:

@@ -39,7 +39,7 @@ class GridTower(HFTower):
         self.__dict__.update(deepstack=deepstack, grid=grid)  # before nn.Module's constructor, because the base traces
         super().__init__(model, **options)
         if self.merge > 1:
-            raise ModelError(f"{self.architecture}: its grid of {self.tile} patches cannot be merged by {self.merge}")
+            raise ModelError(f"{self.architecture}: it merges its own patches; take projector='mlp' or 'linear'")
 
     @override
     def read_sizes(self, tower: Any) -> None:

@@ -47,7 +47,8 @@ from hetero_strategy.testing.composite_samples import (
 from hetero_strategy.testing.composites import built, tiny
 from hetero_strategy.zoo.hf_causal_lm import hf_causal_lm
 from hetero_strategy.zoo.hf_composed import composite_class, whole_of
-from hetero_strategy.zoo.hf_composite import encoder_of, hf_composite
+from hetero_strategy.zoo.hf_composite import encoder_of, has_media, hf_composite
+from hetero_strategy.zoo.hf_encoder import hf_encoder
 from hetero_strategy.zoo.hf_positions import HFTextKind
 from tests.data.hf_folders import made
 from tests.stock import tokenizer
@@ -215,6 +216,21 @@ def folder_of(model_type: str, folder: Path, **content: Any) -> Path:
 def test_what_cannot_be_split_is_refused(model_type: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=REFUSED[model_type]):
         hf_composite(folder_of(model_type, tmp_path, vocabulary_map={"<image>": 4}))
+
+
+def test_towers_that_encoders_cannot_run_are_refused(tmp_path: Path) -> None:
+    few = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
+    text = {**few, "intermediate_size": 32, "vocab_size": 60, "vocab_size_per_layer_input": 60}
+    parts: dict[str, Any] = {"vision_config": few, "text_config": text}
+    with pytest.raises(ModelError, match=r"Gemma4VisionConfig has no num_channels .* hf_causal_lm\(part='llm'\)"):
+        hf_composite(folder_of("gemma4", tmp_path, **parts, architectures=["Gemma4ForConditionalGeneration"]))
+    tiny("qwen2_5_omni_thinker").save_pretrained(tmp_path / "omni")
+    with pytest.raises(ModelError, match="TypeError .*; such a tower may need lengths: take the whole folder by"):
+        hf_encoder(tmp_path / "omni", 8, media="audio")
+    with pytest.raises(ModelError, match="it merges its own patches; take projector='mlp' or 'linear'"):
+        hf_encoder(tmp_path / "omni", 8, media="image", projector="merge")
+    whole = built(tiny("gemma4"))
+    assert not has_media(whole, "image") and not has_media(whole, "audio")  # its config has none of these sections
 
 
 @pytest.mark.parametrize(
@@ -453,8 +469,8 @@ def test_only_rows_of_items_take_another_token(tmp_path: Path) -> None:
     assert kind.inputs(units).ids.tolist() == [*beyond[:5].tolist(), 0, int(beyond[0])]
 
 
-@pytest.mark.parametrize("model_type", ["llava", "gemma3", "paligemma"])
+@pytest.mark.parametrize("model_type", ["gemma3", "paligemma"])
 def test_rows_that_see_later_rows_have_context_parallelism(model_type: str, tmp_path: Path) -> None:
     built(tiny(model_type)).save_pretrained(tmp_path)
-    made = hf_composite(tmp_path, check=model_type == "llava")
-    assert made["modules"]["llm"].context_parallel
+    llm = hf_composite(tmp_path, check=False)["modules"]["llm"]
+    assert llm.kind.rules and llm.context_parallel
