@@ -252,11 +252,8 @@ class HFProcessor:
         if self.placeholder is None:
             return None
         tokenizer = self._parts[1].tokenizer
-        ids = (
-            np.asarray(self._processed(_blank_item(PROBES[self.kind][0]), self._parts)["input_ids"])
-            .reshape(-1)
-            .tolist()
-        )
+        output = self._processed(_blank_item(PROBES[self.kind][0]), self._parts)
+        ids = np.asarray(output["input_ids"]).reshape(-1).tolist()
         added = set(tokenizer.get_added_vocab().values())
         most = next((number for number, _ in Counter(ids).most_common() if number in added), None)
         if most is None:

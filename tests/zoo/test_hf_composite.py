@@ -225,7 +225,7 @@ def test_towers_that_encoders_cannot_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"Gemma4VisionConfig has no num_channels .* hf_causal_lm\(part='llm'\)"):
         hf_composite(folder_of("gemma4", tmp_path, **parts, architectures=["Gemma4ForConditionalGeneration"]))
     tiny("qwen2_5_omni_thinker").save_pretrained(tmp_path / "omni")
-    with pytest.raises(ModelError, match="TypeError .*; such a tower may need lengths: take the whole folder by"):
+    with pytest.raises(ModelError, match=r"TypeError .*; such a tower may need lengths: take the whole folder by"):
         hf_encoder(tmp_path / "omni", 8, media="audio")
     with pytest.raises(ModelError, match="it merges its own patches; take projector='mlp' or 'linear'"):
         hf_encoder(tmp_path / "omni", 8, media="image", projector="merge")
