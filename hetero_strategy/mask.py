@@ -10,7 +10,8 @@ Three rows of text, an image of two rows that see each other, and one more row o
     4    0 1 2 3 4
     5    0 1 2 3 4 5       text after the image            5   1    0   6    False True
 
-A table has a few lines per sequence and item and none per token.
+A table has a few lines per sequence and item and none per token, but under :class:`Words` a line for each pair of runs
+of equal words that see each other, up to half the square of their number.
 """
 
 from __future__ import annotations
@@ -88,11 +89,6 @@ class Slices:
         pairs = rows * (end - start) + step * (rows * (rows - 1) // 2)
         return np.bincount(block, pairs, minlength=len(edges) - 1).astype(np.int64)
 
-    def key_runs(self, first: int, last: int) -> Int64[np.ndarray, "runs 2"]:
-        """Return the keys that rows ``first`` to ``last``, not included, see: first key and end of each run."""
-        _, runs = self.block_keys(np.array([first, last], np.int64))
-        return runs
-
     def block_keys(
         self, edges: Int64[np.ndarray, "edges"]
     ) -> tuple[Int64[np.ndarray, "runs"], Int64[np.ndarray, "runs 2"]]:
@@ -112,8 +108,8 @@ class Slices:
     def intervals(self) -> Int32[np.ndarray, "2 most rows"]:
         """Return the keys that each row sees, as intervals: first keys, and ends.
 
-        There are as many intervals a row as most rows have slices: 1 for all rules but :class:`Words`. Unused ones are
-        empty, from 0 to 0.
+        There are as many intervals a row as most rows have slices, rounded up to a power of two, because blocks are
+        compiled for each number: 1 for all rules but :class:`Words`. Unused ones are empty, from 0 to 0.
         """
         of = np.repeat(np.arange(len(self.row)), self.rows)
         row = ragged.expand(self.row, self.rows)
@@ -121,7 +117,7 @@ class Slices:
         of, row = of[order], row[order]
         number = ragged.within(np.bincount(row, minlength=self.total))
         start, end = self._keys_of(of, row, row + 1)
-        intervals = np.zeros((2, int(number.max(initial=0)) + 1, self.total), np.int32)
+        intervals = np.zeros((2, 1 << int(number.max(initial=0)).bit_length(), self.total), np.int32)
         intervals[:, number, row] = start, end
         return intervals
 
@@ -155,7 +151,7 @@ class Spans:
     source: Shaped[np.ndarray, "items"]
     """Name of the module that the item is from."""
     prompts: Int64[np.ndarray, "sequences"] | None = None
-    """Rows before the first label of each sequence; None: not known."""
+    """Rows before the first predicted token of each sequence; None: not known."""
 
     @staticmethod
     def none() -> Spans:
@@ -227,10 +223,11 @@ class BidirectionalItems:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A rule by which rows before a sequence's first label see each other, and all rows see the rows before them.
+    """A rule by which rows before the first predicted token see each other, and all rows see the rows before them.
 
     Args:
-        window, whole_items: as in :class:`BidirectionalItems`, where the rows before the first label are one item.
+        window, whole_items: as in :class:`BidirectionalItems`, where the rows before the first predicted
+            token are one item.
 
     Raises:
         ModelError: the window is below 1.
@@ -245,8 +242,8 @@ class Prefix:
     def slices(self, lengths: np.ndarray, spans: Spans) -> Slices:
         if spans.prompts is None:
             raise DataError(
-                "attention='prefix' needs the rows before the first label of each sample, which this data does not"
-                " say: build its index again"
+                "attention='prefix' needs the rows before the first predicted token of each sample, which this data"
+                " does not say: build its index again"
             )
         sequence = np.flatnonzero(lengths)
         none = np.zeros(len(sequence), np.int64)
@@ -348,16 +345,17 @@ def by_window(rule: MaskRule | str, windows: Iterable[int | None]) -> dict[int |
 
 
 def rule_faults(module: str, rule: MaskRule, sources: Collection[str]) -> Iterator[str]:
-    """Yield a fault for each module that a rule names and that has no edge to ``module``.
+    """Yield a fault for each module that a rule names and that has no items in the sequences of ``module``.
 
     Args:
-        sources: modules with an edge to it.
+        sources: modules with files of their own and an edge to it.
     """
-    for name in getattr(rule, "of", None) or ():
+    of = getattr(rule, "of", None) or ()
+    for name in (of,) if isinstance(of, str) else of:
         if name not in sources:
             yield (
-                f"{module}: its attention is of items of {name!r}, from which no edge leads to it; edges lead from"
-                f" {', '.join(sorted(sources)) or 'no module'}"
+                f"{module}: its attention is of items of {name!r}, but modules with files and an edge to it are"
+                f" {', '.join(sorted(sources)) or 'none'}"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,7 +100,7 @@ def test_slices_are_the_mask(part: int) -> None:
         blocks, runs = slices.block_keys(edges)
         for block, (first, last) in enumerate(between):
             of_any = np.flatnonzero(np.diff(wanted[first:last].any(0).astype(int), prepend=0, append=0)).reshape(-1, 2)
-            assert slices.key_runs(first, last).tolist() == runs[blocks == block].tolist() == of_any.tolist()
+            assert runs[blocks == block].tolist() == of_any.tolist()
 
 
 def test_tables_grow_with_sequences_and_items_alone() -> None:
@@ -117,7 +118,8 @@ def test_no_rows_have_no_slices() -> None:
         for rule in (Causal(), Causal(3), Full(), ItemsAlone(), Words(lambda *_: np.zeros(0, np.int64))):
             slices = rule.slices(lengths, Spans.none())
             assert len(slices.row) == slices.total == 0 and slices.intervals()[0].shape == (1, 0)
-            assert slices.work(np.array([0, 0])).tolist() == [0] and len(slices.key_runs(0, 0)) == 0
+            assert slices.work(np.array([0, 0])).tolist() == [0]
+            assert [len(found) for found in slices.block_keys(np.array([0, 0]))] == [0, 0]
 
 
 def test_faults_are_named() -> None:
@@ -134,7 +136,7 @@ def test_faults_are_named() -> None:
         ItemsAlone().slices(lengths, items((1, 0, 2), (0, 2, 3)))
     with pytest.raises(DataError, match="an item of 3 rows from row 1 of sequence 1 overlaps the next"):
         BidirectionalItems().slices(lengths, items((1, 3, 2), (1, 1, 3)))
-    with pytest.raises(DataError, match=r"attention='prefix' needs the rows before the first label .* index again"):
+    with pytest.raises(DataError, match=r"attention='prefix' needs the rows before the first predicted .* index again"):
         Prefix().slices(lengths, items((1, 0, 2)))
     with pytest.raises(
         DataError, match=r"words of 12 rows are int64 \[12\] .* at most 62 .* int64 \[12\], the least -9"
@@ -147,6 +149,8 @@ def test_faults_are_named() -> None:
     with pytest.raises(DataError, match="row 0 begins a slice in which a row sees no key"):
         Slices.of(np.array([0]), np.array([4]), 0, np.array([3]), False, True, 4)
     assert [*rule_faults("llm", ItemsAlone(("visoin",)), ["audio", "vision"])] == [
-        "llm: its attention is of items of 'visoin', from which no edge leads to it; edges lead from audio, vision"
+        "llm: its attention is of items of 'visoin', but modules with files and an edge to it are audio, vision"
     ]
+    without_comma: Any = "vision"
+    assert not [*rule_faults("llm", ItemsAlone(without_comma), ["vision"])]
     assert not [*rule_faults("llm", ItemsAlone(("vision",)), ["vision"]), *rule_faults("llm", Causal(), [])]

@@ -1,4 +1,7 @@
-"""Attention over ragged sequences end to end, without a loop over sequences and without host syncs."""
+"""Attention over ragged sequences end to end, without a loop over sequences.
+
+The host waits for a CUDA device only where attention runs block by block: with dropout, or in fp64.
+"""
 
 from __future__ import annotations
 
@@ -68,13 +71,14 @@ def packed_attention(
 ) -> Tensor:
     """Compute scaled dot-product attention inside every sequence of ``packing``, never across.
 
-    Memory grows with the rows, whatever the mask. The kernel is the first of these that knows all options:
+    Memory grows with the rows, whatever the mask; with flex_attention also with the pairs of blocks of 128 rows. The
+    kernel is the first of these that knows all options:
 
     * on CUDA in half precision, from compute capability 8.0 on and if 8 divides head_dim, torch's flash kernel for
       packed sequences, which takes the rows unchanged. Sequences of one length go to cuDNN from 9.0 on, which takes
       0.55 of the time on an H100. Neither knows masks of rules, soft caps, sinks and dropout;
     * on CUDA flex_attention, which knows neither dropout nor fp64;
-    * attention block by block, in which the host waits for a CUDA device.
+    * attention block by block in a Python loop, in which the host waits for a CUDA device.
 
     Args:
         query: queries ``[1, heads, T, head_dim]``.
@@ -92,7 +96,8 @@ def packed_attention(
         ``[1, heads, T, head_dim]``.
 
     Raises:
-        ModelError: attention that is not causal has a window shorter than a sequence, or meets context parallelism.
+        ModelError: attention that is not causal has a window shorter than a sequence, or meets context parallelism; or
+            the rule of attention has no mask for ``window``.
     """
     if window is not None and not causal and window < packing.longest:
         raise ModelError(

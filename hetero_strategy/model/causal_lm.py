@@ -77,7 +77,10 @@ class CausalLMKind(ModuleKind):
         )
 
     def spans(self, units: InstanceUnits, learnt: np.ndarray) -> Spans:
-        """Return the items in some samples, and their rows before the first label; arguments as in :meth:`columns`."""
+        """Return the items in some samples, and the samples' rows before the first predicted token.
+
+        Arguments are those of :meth:`columns`.
+        """
         placed, none = units.content.placed(units.numbers), Spans.none()
         columns = [
             np.concatenate([getattr(none, name), *(getattr(each, theirs) for each in placed)])

@@ -295,7 +295,8 @@ def check_edges(kinds: Mapping[str, ModuleKind], edges: Sequence[tuple[str, str]
         if not kind.has_loss and not any(source == name for source, _ in edges):
             raise error(f"{kind.name} {name!r} feeds nothing: add an edge from it, or remove it")
         sources = [source for source, target in edges if target == name]
-        for fault in (fault for rule in kind.rules.values() for fault in rule_faults(name, rule, sources)):
+        with_files = [source for source in sources if not kinds[source].has_own_units]
+        for fault in (fault for rule in kind.rules.values() for fault in rule_faults(name, rule, with_files)):
             raise error(fault)
         fed = len(sources)
         if kind.sources not in (None, fed):

@@ -21,7 +21,7 @@ from hetero_strategy.model import attention
 from hetero_strategy.model.attention import block_mask, packed_attention
 from hetero_strategy.model.block_attention import _backward, attend_in_blocks
 from hetero_strategy.model.inputs import Packing
-from hetero_strategy.model.kind import check_edges
+from hetero_strategy.model.kind import ModuleKind, check_edges
 from hetero_strategy.zoo import hf_llama
 from tests.model.helpers import ready
 from tests.test_mask import Draw
@@ -113,7 +113,7 @@ def test_block_masks_of_several_intervals_miss_nothing() -> None:
     mask = torch.from_numpy(Words(lambda *_: words).slices(lengths, spans).intervals())
     ours = block_mask(mask, 1500)
     theirs = create_block_mask(ours.mask_mod, None, None, 1500, 1500, device="cpu")
-    assert mask.shape[1] == 3 and bool((ours.to_dense() >= theirs.to_dense()).all())
+    assert mask.shape[1] == 4 and bool((ours.to_dense() >= theirs.to_dense()).all())
 
 
 class Largest(TorchDispatchMode):
@@ -204,5 +204,25 @@ def test_a_language_model_attends_by_its_rule() -> None:
         llm.attend_by(ItemsAlone())
     llm.attend_by(BidirectionalItems(("visoin",)))
     assert llm.kind.rules[7] == BidirectionalItems(("visoin",), 7)
-    with pytest.raises(ModelError, match="llm: its attention is of items of 'visoin', from which no edge leads to it"):
+    with pytest.raises(ModelError, match=r"llm: its attention is of items of 'visoin', but modules with files .* none"):
         check_edges({"llm": llm.kind}, [], ModelError)
+
+
+def test_a_rule_names_no_module_without_files() -> None:
+    """Rows that a fusion makes of others are no items, so the rule would be causal."""
+
+    class Fusion(ModuleKind):
+        name, gives_to = "Fusion", ("CausalLM",)
+
+        @override
+        def units(self, metadata: Any, sources: Any) -> Any:
+            raise NotImplementedError
+
+        @override
+        def inputs(self, units: Any) -> Any:
+            raise NotImplementedError
+
+    llm = hf_llama(check=False, **TINY["llama"])
+    llm.attend_by(ItemsAlone(("fusion",)))
+    with pytest.raises(ModelError, match=r"llm: its attention is of items of 'fusion', but modules with files .* none"):
+        check_edges({"fusion": Fusion(), "llm": llm.kind}, [("fusion", "llm")], ModelError)
