@@ -34,7 +34,7 @@ MATMULS: list[Any] = [
     _C10D.reduce_scatter_tensor.default, _C10D.all_reduce.default,
 ]  # fmt: skip
 """Operators whose results are worth their memory: products of matrices, attention, and sums of tensor parallelism over
-its ranks. Gathers of tensor parallelism, as large as the rows of all its ranks, run again."""
+its ranks. Gathers of tensor parallelism, as large as the rows of all its ranks, and flex_attention run again."""
 MATMULS.append(torch.ops.hetero.attend_in_blocks.default)
 if VARLEN:
     MATMULS.append(torch.ops.torch_attn._varlen_attn.default)

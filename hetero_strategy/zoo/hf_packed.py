@@ -51,8 +51,6 @@ class AttentionCall(NamedTuple):
     value_width: int
     window: int | None
     chunk: int | None
-    sinks: bool
-    softcap: bool
 
     @property
     def context_width(self) -> int:
@@ -207,7 +205,7 @@ def _attention(
         )
     if query.is_meta and (calls := _calls.get()) is not None:  # the compiler cannot read a ContextVar
         shape = (query.shape[1], key.shape[1], query.shape[-1], wide)
-        calls.append(AttentionCall(*shape, window, mask.chunk, s_aux is not None, bool(softcap)))
+        calls.append(AttentionCall(*shape, window, mask.chunk))
         return value.new_zeros(1, query.shape[2], query.shape[1], wide), None
     if scaling is None:
         scaling = query.shape[-1] ** -0.5

@@ -105,7 +105,6 @@ def test_what_attention_does_is_read_from_one_run_without_values() -> None:
     calls = {name: [call for block in made(name).attention for call in block] for name in FEW}
     assert {call.window for call in calls["gemma3_text"]} == {4, None}
     assert {call.chunk for call in calls["llama4_text"]} == {4, None}
-    assert all(call.sinks for call in calls["gpt_oss"]) and all(call.softcap for call in calls["gemma2"])
     narrow = calls["deepseek_v3"][0]
     assert (narrow.heads, narrow.key_width, narrow.value_width) == (4, 24, 16)
     assert narrow.flops(np.array([3, 2])) == 2 * 4 * (24 + 16) * (6 + 3)
