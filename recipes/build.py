@@ -279,8 +279,11 @@ def model_maker(cfg: DictConfig) -> Callable[[], MultimodalModel]:
     return lambda: hydra.utils.instantiate(node, _convert_="all")
 
 
-def check_model(make: Callable[[], MultimodalModel], data: MultimodalDataModule, placed: Placement) -> None:
+def check_model(make: Callable[[], MultimodalModel], data: MultimodalDataModule, placed: Placement) -> dict[str, int]:
     """Build the model on the meta device and raise the errors that would otherwise come on the ranks.
+
+    Returns:
+        Module -> number of tensors that ranks read whole, see :func:`check_folders`.
 
     Raises:
         ConfigError, DataError, LayoutError, ModelError: model, data and layouts do not fit together.
@@ -288,8 +291,9 @@ def check_model(make: Callable[[], MultimodalModel], data: MultimodalDataModule,
     with torch.device("meta"):
         modules = make().modules_by_name
     check_all(modules, dict(placed.layouts))
-    check_folders(modules)
+    whole = check_folders(modules)
     _check_indices(data, modules)
+    return whole
 
 
 def _check_indices(data: MultimodalDataModule, modules: Mapping[str, Adapter]) -> None:

@@ -27,7 +27,7 @@ def evaluate(cfg: DictConfig) -> None:
     build.write_data(cfg)
     make_model = build.model_maker(cfg)
     data = build.datamodule(cfg, make_model)
-    build.check_model(make_model, data, placed)
+    read_whole = build.check_model(make_model, data, placed)
 
     module = LitMultimodal(make_model, cfg.optimizer)
     readback = Readback(cfg.report.examples, build.judge(cfg))
@@ -43,7 +43,7 @@ def evaluate(cfg: DictConfig) -> None:
         enable_checkpointing=False,
     )
     split = evaluate_checkpoint(trainer, module, data, checkpoint, cfg.split)
-    report = summarize(trainer, module, placed, readback, str(checkpoint), split)
+    report = summarize(trainer, module, placed, readback, str(checkpoint), split) | {"read_whole": read_whole}
     save(report, folder / "report.json", readback)
     print_report(report, folder)
 

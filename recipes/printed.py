@@ -60,7 +60,7 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("step", _timeline_line(timeline)))
     if whole := report.get("read_whole"):
         counts = ", ".join(f"{count} of {module}" for module, count in whole.items())
-        lines.append(("start", f"tensors that transformers converts are read whole by every rank: {counts}"))
+        lines.append(("start", f"tensors that transformers converts, read whole by each rank of a module: {counts}"))
     if memory := report.get("memory"):
         lines.append(("memory", _memory_line(memory)))
     if report.get("balance"):

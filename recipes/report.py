@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -208,7 +209,6 @@ def summarize(
         "layouts": [{"module": m, "ranks": ranks, "degrees": degrees} for m, ranks, degrees in placed.table()],
         "processes": placed.world_size,
         "parameters": counts,
-        "read_whole": {n: m.read_whole for n, m in module.model.modules_by_name.items() if m.read_whole},
         "checkpoint": checkpoint,
         "examples": readback.examples(trainer.datamodule),  # type: ignore[attr-defined]
     }
@@ -234,6 +234,7 @@ def write_report(
     *,
     checkpoint: str,
     split: str,
+    read_whole: Mapping[str, int],
 ) -> dict[str, Any]:
     """Write ``report.json`` and ``examples.png`` (the first rank does), and return the report."""
     totals = last_of(trainer, ThroughputMonitor) or Totals(0, 0, Spent(), 0)
@@ -242,6 +243,7 @@ def write_report(
     limits = (("max_steps", steps, trainer.max_steps), ("max_epochs", trainer.current_epoch, trainer.max_epochs))
     more = {f"trainer.{name}": 2 * done for name, done, most in limits if 0 < done == most}  # to train on
     report = summarize(trainer, module, placed, readback, checkpoint, split) | {
+        "read_whole": read_whole,
         "chosen_by": chosen_by(trainer),
         "steps": steps,
         "steps_here": here,

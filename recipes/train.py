@@ -43,7 +43,7 @@ def train(cfg: DictConfig) -> None:
     build.write_data(cfg)
     make_model = build.model_maker(cfg)
     data = build.datamodule(cfg, make_model)
-    build.check_model(make_model, data, placed)
+    read_whole = build.check_model(make_model, data, placed)
     if resume:
         cli.save_configuration(cfg, folder)
 
@@ -66,7 +66,9 @@ def train(cfg: DictConfig) -> None:
 
     kept = to_report(trainer, checkpoint)
     split = evaluate_checkpoint(trainer, module, data, kept or None)
-    report = write_report(folder, trainer, module, placed, readback, checkpoint=kept, split=split)
+    report = write_report(
+        folder, trainer, module, placed, readback, checkpoint=kept, split=split, read_whole=read_whole
+    )
     print_report(report, folder)
 
 

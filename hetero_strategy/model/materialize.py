@@ -58,7 +58,6 @@ def initial_units(
         sources: dict[str, Unread] = {}
         if folder is not None:
             sources = _sources(name, adapter, folder)
-            adapter.read_whole = sum(isinstance(source, Converted) for source in sources.values())
         for prefix, fqns in unit_tensors(adapter).items():
             parts = {fqn: {} if wanted is None else wanted[fqn] for fqn in fqns if wanted is None or fqn in wanted}
             if any(fqn not in sources for fqn in parts):
@@ -76,12 +75,19 @@ def initial_units(
                     yield fqn, sources[fqn].read(part).to(dtypes[fqn])
 
 
-def check_folders(modules: Mapping[str, Adapter]) -> None:
-    """Refuse folders that do not hold the tensors of their modules, as :func:`initial_units` does on every rank."""
+def check_folders(modules: Mapping[str, Adapter]) -> dict[str, int]:
+    """Refuse folders that do not hold the tensors of their modules, as :func:`initial_units` does on every rank.
+
+    Returns:
+        Module -> number of its tensors that ranks read whole, as transformers converts them by more than moving slices.
+    """
+    whole: dict[str, int] = {}
     for name, adapter in modules.items():
         if adapter.checkpoint is not None:
             with TensorFolder(adapter.checkpoint) as folder:
-                _sources(name, adapter, folder)
+                sources = _sources(name, adapter, folder)
+            whole[name] = sum(isinstance(source, Converted) for source in sources.values())
+    return {name: count for name, count in whole.items() if count}
 
 
 def _sources(name: str, adapter: Adapter, folder: TensorFolder) -> dict[str, Unread]:

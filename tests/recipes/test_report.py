@@ -79,7 +79,7 @@ def test_commands_are_printed_as_they_are_typed(tmp_path: Path, capsys: pytest.C
     print_report(report, tmp_path)
     said = " ".join(capsys.readouterr().out.split())
     assert "resume train resume=[/mnt/run]" in said
-    assert "start tensors that transformers converts are read whole by every rank: 12 of vision" in said
+    assert "start tensors that transformers converts, read whole by each rank of a module: 12 of vision" in said
 
 
 def test_files_that_are_no_pictures_are_shown_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
