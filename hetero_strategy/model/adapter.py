@@ -25,7 +25,7 @@ from hetero_strategy.model.hf_folder import HFWeights
 from hetero_strategy.model.inputs import RawRows
 from hetero_strategy.model.kind import Media, ModuleKind
 from hetero_strategy.model.random_numbers import RandomNumbers, separate_columns
-from hetero_strategy.model.tensor_parallel import by_part, plan_faults
+from hetero_strategy.model.tensor_parallel import by_part, matches, plan_faults
 from hetero_strategy.model.without_values import on_meta
 
 NO_ROWS: Mapping[Hashable, Tensor] = MappingProxyType({})
@@ -84,8 +84,6 @@ class Adapter(nn.Module):
     """Most rows inside the module that positions allow for an item; None: any number."""
     checkpoint: str | Path | None = None
     """Local Hugging Face folder that the initial values come from."""
-    read_whole: int = 0
-    """Tensors that this rank read whole from there, as transformers converts them by more than moving slices."""
     processor: Media | RawRows | None = None
     """Processor of its files, or the fields that its weights fix; None for language models."""
     name: str = ""
@@ -239,12 +237,13 @@ class Adapter(nn.Module):
         """Return faults such as "heads 6 not divisible by tp 4"; empty if the module can be split ``tp`` ways."""
         return []
 
-    def tp_faults(self, tp: int) -> list[str]:
+    def tp_faults(self, tp: int, ep: int = 1) -> list[str]:
         """Return why the module, as built, cannot be split ``tp`` ways: missing parts of its plan, sizes that do not
-        divide, and faults of :meth:`check_tp`; empty if it can.
+        divide, and faults of :meth:`check_tp`; empty if it can. With ``ep``, experts are divided by expert instead.
         """
-        faults = self.check_tp(tp)  # zoo modules report the same of their heads
-        return faults or plan_faults(self, [*self.blocks()], self.tp_plan() or {}, tp)
+        plan, apart = self.tp_plan() or {}, self.experts() if ep > 1 else {}
+        plan = {name: style for name, style in plan.items() if not any(matches(name, fqn) for fqn in apart)}
+        return self.check_tp(tp) or plan_faults(self, [*self.blocks()], plan, tp)  # zoo modules check heads
 
     def apply_tp(self, mesh: DeviceMesh) -> None:
         """Shard this module over a one-dimensional tensor-parallel mesh."""

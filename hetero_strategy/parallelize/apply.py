@@ -236,7 +236,7 @@ def check(name: str, module: Adapter, layout: ModuleLayout) -> list[str]:
             f" {axes}={layout.shards} otherwise than their DTensor says; set vocab_size={-(-size // tp) * tp} or"
             f" {axes}=2"
         )
-    return faults + [f"layout of '{name}': {fault}" for fault in module.tp_faults(layout.tp)]
+    return faults + [f"layout of '{name}': {fault}" for fault in module.tp_faults(layout.tp, layout.ep)]
 
 
 def _shards_fit(size: int, tp: int, dp_shard: int) -> bool:

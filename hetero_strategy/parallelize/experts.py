@@ -103,16 +103,19 @@ def expert_faults(module: Adapter, layout: ModuleLayout) -> Iterator[str]:
             f"ep={layout.ep}, but {type(module).__name__} has no experts whose weights are stacks, one matrix for each;"
             " set ep=1"
         )
-    for count, fqn in {count: fqn for fqn, count in parts.items()}.items():
+    first: dict[tuple[int, ...], str] = {}
+    for fqn, count in parts.items():
+        matrices = module.get_submodule(fqn).parameters()
+        first.setdefault((count, *sorted({p.shape[1] if p.ndim > 1 else 1 for p in matrices})), fqn)
+    for (count, *sizes), fqn in first.items():
         if count % layout.ep:
             yield f"ep={layout.ep} does not divide the {count} experts of {fqn}; {_nearest(count, layout)}"
             continue
         here, shards = count // layout.ep, layout.expert_shards
-        sizes = {p.shape[1] for p in module.get_submodule(fqn).parameters()}
         if here % shards and any(size % shards for size in sizes):
             yield (
                 f"ep={layout.ep} leaves {here} experts of {fqn} to {shards} ranks, which can divide neither them nor"
-                f" their sizes {', '.join(map(str, sorted(sizes)))}; {_nearest(count, layout)}"
+                f" their sizes {', '.join(map(str, sizes))}; {_nearest(count, layout)}"
             )
 
 

@@ -21,10 +21,11 @@ HF_EXPERTS = "hetero_routed"
 
 
 def use_routed_experts(model: nn.Module) -> None:
-    """Set the registered function in every config of a model that has experts.
+    """Set the registered function in every config of a model that has a field for it, also if it has no experts.
 
     Raises:
-        ModelError: a config asks for another implementation of transformers.
+        ModelError: a config asks for an implementation of transformers other than ``"grouped_mm"`` and ``"eager"``,
+            whose results are equal.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,12 +22,14 @@ from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.adapter import block_linear_flops
 from hetero_strategy.model.read_spec import trained_share
 from hetero_strategy.model.spec import KEPT
-from hetero_strategy.parallelize.apply import check_all
+from hetero_strategy.parallelize.apply import check, check_all
+from hetero_strategy.parallelize.experts import expert_faults
 from hetero_strategy.parallelize.float8 import Float8
 from hetero_strategy.profiling.activations import activations_of
 from hetero_strategy.profiling.stage_memory import features
 from hetero_strategy.zoo.hf import HFAdapter, make_norms_precise
 from hetero_strategy.zoo.hf_causal_lm import HFCausalLM, hf_causal_lm
+from hetero_strategy.zoo.hf_experts import expert_parts
 from tests.model.helpers import ready, tokens
 from tests.zoo.families import TINY
 
@@ -207,13 +208,31 @@ def test_layouts_that_do_not_divide_experts_are_refused(
     assert all(part in second for part in parts), second
 
 
+def test_a_layout_that_divides_experts_by_expert_need_not_divide_their_columns() -> None:
+    fields = TINY["qwen3_moe"] | {"moe_intermediate_size": 27}
+    module = hf_causal_lm(model_type="qwen3_moe", check=False, **fields)
+    assert any("27 numbers" in fault for fault in check("llm", module, ModuleLayout(2, tp=2).resolved()))
+    assert not check("llm", module, ModuleLayout(2, tp=2, ep=2).resolved())
+
+
+def test_every_layer_of_experts_is_checked() -> None:
+    """The first has matrices of another size, which five ranks cannot divide."""
+    module = Whole("mixtral").double()
+    experts: Any = module.get_submodule("model.model.layers.1.mlp.experts")
+    experts.gate_up_proj = nn.Parameter(torch.empty(EXPERTS, 100, WIDTH))
+    experts.down_proj = nn.Parameter(torch.empty(EXPERTS, 100, WIDTH))
+    module.experts = lambda: expert_parts(module)  # type: ignore[method-assign]
+    (fault,) = expert_faults(module, ModuleLayout(10, ep=2).resolved())
+    assert "layers.0.mlp.experts to 5 ranks" in fault and "sizes 64, 96" in fault
+
+
 def test_a_row_cannot_visit_more_experts_than_there_are() -> None:
     with pytest.raises(ModelError, match=r"num_experts_per_tok=7, but .*experts has 6 experts; lower it"):
         hf_causal_lm(model_type="mixtral", check=False, **SIZES | FAMILIES["mixtral"] | {"num_experts_per_tok": 7})
 
 
 def test_float8_is_refused_with_experts_on_several_ranks() -> None:
-    fault, *_ = Float8().faults(Mock(), ModuleLayout(2, ep=2), {})
+    fault, *_ = Float8().faults(Whole("mixtral"), ModuleLayout(2, ep=2), {})
     assert "ep=2" in fault and "leave it out" in fault
 
 
