@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
 
 from hetero_strategy.errors import require
+from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.monitor.measure import check_strategy, gather_on_first
 from hetero_strategy.monitor.timeline import Timeline, from_measured, from_simulation, write_trace
 from hetero_strategy.runtime.executor import Executor
@@ -100,7 +101,7 @@ def _pair(executor: Executor, steps: Sequence[Ran]) -> MeasuredAndSimulated:
 
     graph, layouts = executor.compiler.graph, executor.placement.layouts
     stages = graph.stages
-    synchronous = {n for n, stage in stages.items() if layouts[n.module].shards > 1 and not stage.sharded}
+    synchronous = {n for n, stage in stages.items() if meet_in_layers(layouts[n.module], gathered_once=stage.sharded)}
     simulations = predicted(steps, width, synchronous)
     measured = []
     for step in steps:
@@ -125,6 +126,11 @@ def _pair(executor: Executor, steps: Sequence[Ran]) -> MeasuredAndSimulated:
             steps[-1].plan.microbatches,
         ),
     )
+
+
+def meet_in_layers(layout: ModuleLayout, *, gathered_once: bool) -> bool:
+    """Return whether a module's instances wait for each other in its layers: for weights, or for rows of experts."""
+    return layout.ep > layout.neighbours or (layout.shards > 1 and not gathered_once)
 
 
 def _filling(compiler: StepCompiler, step: Ran, fitted: Fitted) -> Filling | None:

@@ -15,9 +15,11 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.monitor import TimelineMonitor
 from hetero_strategy.monitor.draw import WAITS, draw_timelines, timeline_figure
 from hetero_strategy.monitor.timeline import Timeline, evenly, from_measured, from_simulation, write_trace
+from hetero_strategy.monitor.timeline_monitor import meet_in_layers
 from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.simulator.cluster import Links
 from hetero_strategy.simulator.result import Filling, Simulation
@@ -35,6 +37,18 @@ def measured(simulation: Simulation, shift: float = 0.0) -> Timeline:
     """As if it had been measured, with a clock of its own."""
     events = {r: [(a, s + shift, e + shift) for a, s, e in simulation.of(r)] for r in simulation.ranks.tolist()}
     return from_measured(events, (shift, shift + simulation.time))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "each_microbatch", "once"),
+    [({}, True, False), ({"ep": 4}, True, True), ({"tp": 4, "ep": 4}, False, False), ({"tp": 2, "ep": 4}, True, True)],
+)
+def test_instances_meet_in_layers_for_weights_or_for_rows_of_experts(
+    degrees: dict[str, int], each_microbatch: bool, once: bool
+) -> None:
+    layout = ModuleLayout(4, **degrees).resolved()
+    assert meet_in_layers(layout, gathered_once=False) == each_microbatch
+    assert meet_in_layers(layout, gathered_once=True) == once
 
 
 def drawn(picture: Figure, *, idle: bool) -> list[PolyCollection]:
