@@ -235,20 +235,25 @@ def prepared_composite(model_type: str, folder: Path) -> Prepared:
     line: Line = {}
     try:
         whole = composites.built(composites.tiny(model_type))
-        whole.save_pretrained(folder)
-        content = tuple(samples_of(whole, torch.Generator().manual_seed(3), [*chain(*MEDIA)]))
-        modules = (*content[0].items, "llm")
-        setting = CompositeSetting(
-            model_type, dict.fromkeys(modules, ModuleLayout((0,))), samples=len(MEDIA[0]), microbatches=2,
-            folder=str(folder), content=content,
-        )  # fmt: skip
+        setting = composite_setting(whole, folder)
         line |= split_errors("split", whole, setting, setting.model("cpu"))
         parts = one_process(setting)[1]
         line |= split_errors("export", exported(whole, folder, parts), setting, parts)
     except Exception as error:  # as above
         return line, [f"{model_type}: {_said(error)}"], {}
-    layouts = {name: {**dict.fromkeys(content[0].items, each), "llm": llm} for name, (each, llm) in COMPOSED.items()}
+    encoders = [name for name in setting.layouts if name != "llm"]
+    layouts = {name: {**dict.fromkeys(encoders, each), "llm": llm} for name, (each, llm) in COMPOSED.items()}
     return line, *_accepted(model_type, {name: replace(setting, layouts=of) for name, of in layouts.items()})
+
+
+def composite_setting(whole: Any, folder: Path) -> CompositeSetting:
+    """Save a composite of transformers, and return a setting of it on one rank."""
+    whole.save_pretrained(folder)
+    content = tuple(samples_of(whole, torch.Generator().manual_seed(3), [*chain(*MEDIA)]))
+    return CompositeSetting(
+        whole.config.model_type, dict.fromkeys((*content[0].items, "llm"), ModuleLayout((0,))), samples=len(MEDIA[0]),
+        microbatches=2, folder=str(folder), content=content,
+    )  # fmt: skip
 
 
 def _accepted(family: str, settings: Mapping[str, Setting]) -> tuple[list[str], dict[str, Setting]]:

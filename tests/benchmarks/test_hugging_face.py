@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.hugging_face import BOUND, COMPOSED, FEW, LAYOUTS, main, prepared, prepared_composite, worst
+from benchmarks.hugging_face import (
+    BOUND,
+    COMPOSED,
+    FEW,
+    LAYOUTS,
+    RANKS,
+    composite_setting,
+    main,
+    on_rank,
+    one_process,
+    prepared,
+    prepared_composite,
+    worst,
+)
+from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.model.causal_lm import CausalLMKind
 from hetero_strategy.testing import Pool
+from hetero_strategy.testing.composites import built, tiny
 from hetero_strategy.zoo import HFCausalLM
 
 
@@ -33,6 +50,23 @@ def test_a_microbatch_of_composites_is_text_alone(tmp_path: Path) -> None:
     for setting in settings.values():
         first, second = setting.plan(0).assignments["vision"]
         assert first.idle and len(second.units) == 4
+
+
+@pytest.mark.distributed
+def test_images_are_cut_over_ranks(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3's rows of images see later ones on each context-parallel rank, in layers with and without a window."""
+    setting = composite_setting(built(tiny("gemma3")), tmp_path)
+    llm = ModuleLayout(range(4), cp=2, pp=2, cp_order="blocks")
+    setting = replace(setting, layouts={"vision": ModuleLayout((0,)), "llm": llm})
+    for rank in range(RANKS):
+        packing = setting.batch(0, rank).inputs["llm"][1].packing
+        assert packing.masks.keys() == {None, 4}
+        assert all((mask[1, 0] > packing.context.ends).any() for mask in packing.masks.values())
+    results = pool.run(RANKS, on_rank, {("gemma3", "cp"): setting})
+    ranks = [found["gemma3", "cp"] for found in results]
+    assert worst(one_process(setting)[0], ranks)[0] <= BOUND
+    monkeypatch.setattr(CausalLMKind, "masks", lambda *_: {})
+    assert worst(one_process(setting)[0], ranks)[0] > 1e-2
 
 
 def test_a_family_that_leaks_is_far_off_without_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
