@@ -94,18 +94,32 @@ class RowsOf:
     """A function of sizes, int64 ``[n, k]``, to rows, int64 ``[n]``; it is pickled."""
 
     sides: int
-    """Last numbers of the sizes whose product it takes; 0: the first one is a number of raw rows, such as tiles."""
+    """Last numbers of the sizes whose product it takes."""
     more: int = 0
-    """Rows added to an item, or rows of a raw row."""
+    """Rows added to an item."""
     divisor: int = 1
     patch: int = 1
     """Length of a patch along a side; what is left of a side is no patch."""
 
     def __call__(self, sizes: np.ndarray) -> np.ndarray:
-        sizes = np.asarray(sizes, np.int64)
-        if not self.sides:
-            return sizes[:, 0] * self.more // self.divisor
-        return (sizes[:, -self.sides :] // self.patch).prod(axis=1) // self.divisor + self.more
+        sides = np.asarray(sizes, np.int64)[:, -self.sides :] // self.patch
+        return sides.prod(axis=1) // self.divisor + self.more
+
+
+@dataclass(frozen=True)
+class RowsOfColumn:
+    """A function of sizes, int64 ``[n, k]``, to rows, int64 ``[n]``: ``(sizes[:, column] * times + shift) // divisor``.
+
+    It is pickled.
+    """
+
+    column: int
+    times: int = 1
+    shift: int = 0
+    divisor: int = 1
+
+    def __call__(self, sizes: np.ndarray) -> np.ndarray:
+        return (np.asarray(sizes, np.int64)[:, self.column] * self.times + self.shift) // self.divisor
 
 
 def matmul_weights(part: nn.Module) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from itertools import product
 from math import prod
 from typing import Any
@@ -21,6 +20,7 @@ from hetero_strategy import ragged
 from hetero_strategy.errors import DataError, ModelError
 from hetero_strategy.model.hf_folder import read_processor
 from hetero_strategy.model.inputs import EncoderInputs, Packing, host_index
+from hetero_strategy.zoo.hf import RowsOfColumn
 from hetero_strategy.zoo.hf_stand_ins import stop
 from hetero_strategy.zoo.hf_tile_tower import TileTower
 from hetero_strategy.zoo.hf_tower import TILES, HFTower, RowsFunction, some
@@ -29,22 +29,6 @@ VALUES = ("input_features", "input_values")
 """transformers' names of the values of clips."""
 LENGTH = 4096
 """Length of a clip in a trace of a tower for clips of any length."""
-
-
-@dataclass(frozen=True)
-class RowsOfClips:
-    """A function of sizes, int64 ``[n, k]``, to rows, int64 ``[n]``: ``(sizes[:, column] * times + shift) // divisor``.
-
-    It is pickled.
-    """
-
-    column: int
-    times: int
-    shift: int
-    divisor: int
-
-    def __call__(self, sizes: np.ndarray) -> np.ndarray:
-        return (np.asarray(sizes, np.int64)[:, self.column] * self.times + self.shift) // self.divisor
 
 
 class ClipTower(TileTower):
@@ -72,17 +56,17 @@ class ClipTower(TileTower):
             )
         if self.is_fixed and self.checkpoint:
             self.window = self.length * read_processor(self.checkpoint, "feature_extractor").get("hop_length", 0)
-        self.inner_rule, self.outer_rule = (RowsOfClips(0, rows, 0, 1) for rows in (self.inner_rows, self.outer_rows))
+        self.inner_rule, self.outer_rule = (RowsOfColumn(0, rows) for rows in (self.inner_rows, self.outer_rows))
         handle = self.get_submodule(f"{self.block_list}.0").register_forward_pre_hook(stop, with_kwargs=True)
         with FlopCounterMode(display=False) as counter:
             self._measured_rows(self.length)
         self.before_flops = counter.get_total_flops() / self.inner_rows
         if not self.is_fixed:
-            self.inner_rule = rule_of(self._measured_rows, self.length)
+            self.inner_rule = self.rule_of(self._measured_rows, self.length)
         handle.remove()
         if not self.is_fixed:
             same = self.inner_rows == self.outer_rows
-            self.outer_rule = self.inner_rule if same else rule_of(self._measured_rows, self.length)
+            self.outer_rule = self.inner_rule if same else self.rule_of(self._measured_rows, self.length)
 
     @override
     def read_sizes(self, tower: Any) -> None:
@@ -213,30 +197,11 @@ class ClipTower(TileTower):
     def rows_of_folder(self) -> tuple[RowsFunction, RowsFunction]:
         if self.window:
             divisor = self.window * self.merge
-            return RowsOfClips(1, self.outer_rows, divisor - 1, divisor), self.inner_rule
+            return RowsOfColumn(1, self.outer_rows, divisor - 1, divisor), self.inner_rule
         _, times, shift, divisor = astuple(self.outer_rule)
-        return RowsOfClips(0, times, shift + (self.merge - 1) * divisor, divisor * self.merge), self.inner_rule
+        return RowsOfColumn(0, times, shift + (self.merge - 1) * divisor, divisor * self.merge), self.inner_rule
 
     @override
     def part_flops(self, packing_lengths: np.ndarray) -> tuple[float, np.ndarray, float]:
         _, blocks, after = super().part_flops(packing_lengths)
         return self.before_flops * float(np.sum(packing_lengths)), blocks, after
-
-
-def rule_of(rows: Callable[[int], int], length: int) -> RowsOfClips:
-    """Return the rule of a function of lengths to rows, ``(length + shift) // divisor``, as strides make it.
-
-    Raises:
-        ModelError: there is no such rule.
-    """
-    start, far = rows(length), 2**20
-    divisor = round(far / (rows(length + far) - start))
-    low, high = length - divisor, length  # the fewest samples with so many rows are above low
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if rows(middle) == start else (middle, high)
-    rule = RowsOfClips(0, 1, divisor * start - high, divisor)
-    probes = [length + divisor // 2, length + 3 * divisor, 2 * length + 1]
-    if (found := [rows(probe) for probe in probes]) != (expected := rule(np.array(probes)[:, None]).tolist()):
-        raise ModelError(f"clips of {probes} numbers have {found} rows, and by strides they would have {expected}")
-    return rule

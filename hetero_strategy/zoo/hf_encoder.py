@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,10 @@ from hetero_strategy.zoo.hf import check_folder
 from hetero_strategy.zoo.hf_clip_tower import VALUES, ClipTower
 from hetero_strategy.zoo.hf_grid_tower import GridTower
 from hetero_strategy.zoo.hf_tile_tower import TileTower
+from hetero_strategy.zoo.hf_tower import HFTower
+
+if TYPE_CHECKING:
+    from hetero_strategy.data.hf_processor import HFProcessor
 
 
 class Merger(nn.Module):
@@ -86,24 +90,10 @@ def hf_encoder(
     made = ClipTower if media == "audio" else GridTower if ragged else TileTower
     layer = (-2 if made is TileTower else -1) if layer is None else layer
     options: dict[str, Any] = {"layer": layer, "merge": joins, "checkpoint": checkpoint}
-    own = None
     if processor is None and any((Path(checkpoint) / name).is_file() for name in (PROCESSOR, "processor_config.json")):
-        from hetero_strategy.data.hf_processor import HFProcessor
-
-        processor = own = HFProcessor(str(checkpoint), media, media)
-        if made is TileTower:
-            options["pixels"] = own.tile[1:]
-    backbone = made(tower, **options)
-    if own is not None:
-        backbone.runs_vary = isinstance(backbone, TileTower) and not backbone.is_whole(own.feature)
-        if made is TileTower and backbone.runs_vary and joins > 1:
-            raise ModelError(
-                f"hf_encoder: projector={projector!r}, but the processor of {checkpoint} makes pictures of many sizes,"
-                f" whose patches cannot all be joined by {joins}; take 'mlp' or 'linear', or set one size and"
-                f" do_center_crop in its {PROCESSOR}"
-            )
-        edge, inner = backbone.rows_of_folder()
-        processor = replace(own, output_rows=edge, packing_rows=inner)
+        backbone, processor = _with_processor(made, tower, media, options)
+    else:
+        backbone = made(tower, **options)
     width = backbone.width
     with torch.device("meta"):
         if projector == "mlp" or projector == "shuffle":
@@ -114,6 +104,27 @@ def hf_encoder(
             projector = Merger(width // backbone.joined_rows, backbone.joined_rows, out_width)
     assert isinstance(projector, nn.Module)
     return Encoder(backbone, projector, width=out_width, before=before, after=after, processor=processor)
+
+
+def _with_processor(
+    made: type[HFTower], tower: Any, media: Literal["image", "audio"], options: dict[str, Any]
+) -> tuple[HFTower, HFProcessor]:
+    """Build a backbone for what the processor of its folder makes, and this processor."""
+    from hetero_strategy.data.hf_processor import HFProcessor
+
+    folder, joins = str(options["checkpoint"]), options["merge"]
+    own = HFProcessor(folder, media, media)
+    if made is TileTower:
+        options = {**options, "pixels": own.tile[1:]}
+    backbone = made(tower, **options)
+    backbone.runs_vary = isinstance(backbone, TileTower) and not backbone.is_whole(own.feature)
+    if made is TileTower and backbone.runs_vary and joins > 1:
+        raise ModelError(
+            f"hf_encoder: the processor of {folder} makes pictures of many sizes, whose patches cannot all be joined by"
+            f" {joins}; take projector='mlp' or 'linear', or set one size and do_center_crop in its {PROCESSOR}"
+        )
+    edge, inner = backbone.rows_of_folder()
+    return backbone, replace(own, output_rows=edge, packing_rows=inner)
 
 
 def tower_of(checkpoint: str | Path, media: str | None) -> tuple[Any, Literal["image", "audio"]]:

@@ -21,7 +21,7 @@ from hetero_strategy.model.attention import attention_pairs
 from hetero_strategy.model.encoder import Encoder
 from hetero_strategy.model.hf_folder import HFWeights
 from hetero_strategy.model.inputs import EncoderInputs
-from hetero_strategy.zoo.hf import HFAdapter, RowsOf, initialize_by_rule, matmul_weights
+from hetero_strategy.zoo.hf import HFAdapter, RowsOfColumn, initialize_by_rule, matmul_weights
 from hetero_strategy.zoo.hf_trace import Trace, longest_list, trace
 
 NUMBERS = {"image": ("image_sizes", "original_image_sizes"), "audio": ()}
@@ -231,12 +231,12 @@ class HFFeatures(HFAdapter, Encoder):
         blocks = np.array([linear_flops(block) * rows + attention for block in original.blocks().values()])
         return 2 * self.before_weights * rows, blocks, linear_flops(original.projector) * rows * self.edge_share
 
-    def rows_inside(self) -> RowsOf:
+    def rows_inside(self) -> RowsOfColumn:
         """Return the function of a processor's sizes to rows in the blocks."""
         if not self.runs_vary:
-            return RowsOf(0, self.tile_rows)
+            return RowsOfColumn(0, self.tile_rows)
         numbers = self.side**2 if self.media == "image" else self.frames
-        return RowsOf(0, 1, numbers // self.tile_rows)
+        return RowsOfColumn(0, divisor=numbers // self.tile_rows)
 
 
 class Borrowed(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,9 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from hetero_strategy import ragged
-from hetero_strategy.errors import ModelError
 from hetero_strategy.model.inputs import EncoderInputs, Packing
-from hetero_strategy.zoo.hf_clip_tower import RowsOfClips
+from hetero_strategy.zoo.hf import RowsOfColumn
 from hetero_strategy.zoo.hf_grid_tower import GridTower
 from hetero_strategy.zoo.hf_packed import END_TO_END, use_packed_attention
 from hetero_strategy.zoo.hf_prepare import Prepare, TowerInputs
@@ -23,8 +21,8 @@ from hetero_strategy.zoo.hf_tower import TILES, some
 
 LEAST = 8
 """Frames of the sound that stands in where there is none."""
-FRAMES, PROBES = 64, (37, 130, 1003)
-"""Frames of a sound in a trace, and numbers of frames for which a rule is tried."""
+FRAMES, FAR = 64, 1024
+"""Frames of a sound in a trace, and how many more a sound has from which its stride is measured."""
 
 
 class PrepareFrames(Prepare):
@@ -78,7 +76,10 @@ class FrameTower(GridTower):
                 made = self._example(model, frames, PrepareFrames(self.bands, -1)).shape[0] // TILES
             return inside[-1] if inner else made
 
-        self.rules = self._rule(partial(rows, inner=False)), self._rule(partial(rows, inner=True))
+        outer, inner = (
+            self.rule_of(partial(rows, inner=of_blocks), FRAMES, self.column, FAR) for of_blocks in (False, True)
+        )
+        self.rules = outer, inner
         handle.remove()
 
     @override
@@ -116,18 +117,6 @@ class FrameTower(GridTower):
         with prepare.recording(model.get_submodule(self.path), lengths, values) as empty:
             return self._output(model, values, {prepare.argument: empty})
 
-    def _rule(self, rows: Callable[[int], int]) -> RowsOfClips:
-        """Return the rule of a function of frames to rows, ``(frames + shift) // divisor``, as strides make it."""
-        divisor = max(1, FRAMES // rows(FRAMES))
-        until = next((n for n in range(1, divisor) if rows(FRAMES + n) > rows(FRAMES)), divisor)
-        rule = RowsOfClips(self.column, 1, divisor - until, divisor)
-        if any(rows(probe) != (probe + rule.shift) // divisor for probe in PROBES):
-            raise ModelError(
-                f"{self.architecture}: sounds of {list(PROBES)} frames have {[rows(probe) for probe in PROBES]} rows,"
-                " which are not frames divided by a stride; such towers are not built"
-            )
-        return rule
-
     @override
     def example(self, lengths: np.ndarray) -> EncoderInputs | None:
         """Make sounds of about so many rows, each padded to the longest."""
@@ -145,5 +134,5 @@ class FrameTower(GridTower):
         return self.rules[0](sizes)
 
     @override
-    def rows_of_folder(self) -> tuple[RowsOfClips, RowsOfClips]:
+    def rows_of_folder(self) -> tuple[RowsOfColumn, RowsOfColumn]:
         return self.rules

@@ -14,7 +14,7 @@ from typing_extensions import override
 from hetero_strategy import ragged
 from hetero_strategy.errors import DataError, ModelError
 from hetero_strategy.model.inputs import EncoderInputs, ImagePatches, Packing, host_index
-from hetero_strategy.zoo.hf import RowsOf
+from hetero_strategy.zoo.hf import RowsOf, RowsOfColumn
 from hetero_strategy.zoo.hf_tower import TILES, HFTower, RowsFunction, side, some
 
 
@@ -192,7 +192,8 @@ class TileTower(HFTower):
     def rows_of_folder(self) -> tuple[RowsFunction, RowsFunction]:
         if self.runs_vary:  # raw rows are pixels
             return RowsOf(2, 0, self._joined_patches, self.patch), RowsOf(2, self.class_rows, 1, self.patch)
-        return RowsOf(0, (self.outer_rows - self.class_rows) // self.joined_rows), RowsOf(0, self.inner_rows)
+        edge = (self.outer_rows - self.class_rows) // self.joined_rows
+        return RowsOfColumn(0, edge), RowsOfColumn(0, self.inner_rows)
 
     @property
     def _joined_patches(self) -> int:

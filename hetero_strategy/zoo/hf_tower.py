@@ -18,7 +18,7 @@ from hetero_strategy.model.adapter import block_linear_flops, previous_rows
 from hetero_strategy.model.attention import attention_pairs
 from hetero_strategy.model.encoder import Backbone
 from hetero_strategy.model.inputs import EncoderInputs, runs_of
-from hetero_strategy.zoo.hf import HFAdapter, matmul_weights
+from hetero_strategy.zoo.hf import HFAdapter, RowsOfColumn, matmul_weights
 from hetero_strategy.zoo.hf_stand_ins import Absent, Hollow, Reached, stop
 from hetero_strategy.zoo.hf_tp import divide_heads, faults_by_names, plan_by_names
 from hetero_strategy.zoo.hf_trace import trace
@@ -177,6 +177,33 @@ class HFTower(HFAdapter, Backbone):
         attention = 4 * self.hidden_width * attention_pairs(np.asarray(packing_lengths), causal=False)
         blocks = block_linear_flops(self) * rows + attention
         return float(2 * before * rows), blocks, float(2 * after * self.projected_rows(packing_lengths))
+
+    def rule_of(self, rows: Callable[[int], int], length: int, column: int = 0, far: int = 2**20) -> RowsOfColumn:
+        """Return the rule of a function of lengths to rows, ``(length + shift) // divisor``, as strides make it.
+
+        Args:
+            length: a length that the tower takes.
+            column: column of the length in an item's sizes.
+            far: distance to another length, from which the divisor is measured.
+
+        Raises:
+            ModelError: there is no such rule.
+        """
+        start = rows(length)
+        divisor = round(far / (rows(length + far) - start))
+        low, high = length - divisor, length  # the fewest samples with so many rows are above low
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if rows(middle) == start else (middle, high)
+        shift = divisor * start - high
+        probes = [length + divisor // 2, length + 3 * divisor, 2 * length + 1, length + far]
+        found, expected = [rows(probe) for probe in probes], [(probe + shift) // divisor for probe in probes]
+        if found != expected:
+            raise ModelError(
+                f"{self.architecture}: clips of {probes} numbers have {found} rows, and by strides they would have"
+                f" {expected}; such towers are not built"
+            )
+        return RowsOfColumn(column, 1, shift, divisor)
 
     # ---- tensor parallelism -----------------------------------------------------------------------------------------
 
