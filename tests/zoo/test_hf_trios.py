@@ -35,8 +35,9 @@ VISIONS = ("clip", "siglip", "dinov2", "dinov3", "internvl", "qwen2_5_vl")
 AUDIOS = ("whisper", "wav2vec2")
 SIZES = {"vision": [(4, 4), (2, 4), (2, 2)], "whisper": [(1,), (2,)], "wav2vec2": [(400,), (333,)]}
 """Sizes of items."""
-TRIOS = list(product(LLMS, VISIONS, AUDIOS))
-QUICK = [("llama", "clip", "whisper"), ("qwen3", "qwen2_5_vl", "wav2vec2")]
+TRIOS: list[tuple[str, ...]] = [(LLMS[n % 8], *towers) for n, towers in enumerate(product(VISIONS, AUDIOS))]
+"""Every pair of towers and every language model; ``product(LLMS, VISIONS, AUDIOS)`` in its place tries all 96."""
+QUICK: list[tuple[str, ...]] = [("llama", "clip", "whisper"), ("qwen3", "qwen2_5_vl", "wav2vec2")]
 RATE = 1e-2
 LAYOUTS: dict[str, dict[str, ModuleLayout]] = {
     "shards": {
@@ -167,7 +168,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "names",
-    [pytest.param(t, id="-".join(t), marks=[] if t in QUICK else pytest.mark.full) for t in TRIOS],
+    [
+        pytest.param(t, id="-".join(t), marks=[] if t in QUICK else pytest.mark.full)
+        for t in dict.fromkeys(QUICK + TRIOS)
+    ],
 )
 def test_a_trio_trains_is_saved_loaded_and_exported(names: tuple[str, ...], root: Path, tmp_path: Path) -> None:
     setting = trio(root, names)
