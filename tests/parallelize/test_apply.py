@@ -166,7 +166,7 @@ def test_context_parallelism_is_for_modules_that_are_made_for_it(monkeypatch: py
     monkeypatch.setattr(TitanLlama, "row_sharding", lambda _, layout: own(layout.tp))
     check_all({"llm": MAKE["titan"]()}, {"llm": ModuleLayout(ranks=2, tp=2).resolved()})  # a way of its own
     text = faults("titan", ranks=4, cp=2, tp=2)
-    assert "cp=2, but row_sharding(layout) of TitanLlama is Own(parts=2, context=1); let it return sharding(layout" in text
+    assert "cp=2, but row_sharding(layout) of TitanLlama is Own(parts=2, context=1); let it return sharding(" in text
     monkeypatch.setattr(TitanLlama, "context_parallel", False)
     assert "cp=2, but TitanLlama is not made for a part of its rows; set cp=1" in faults("titan", ranks=2, cp=2)
 
