@@ -75,7 +75,7 @@ def _dropped(weights: Tensor, seed: Tensor | None, block: int, dropout: float) -
     if seed is None:
         return None
     generator = torch.Generator(weights.device).manual_seed(int(seed) + block)
-    kept = torch.rand(weights.shape, generator=generator, device=weights.device) >= dropout
+    kept = torch.rand(weights.shape, dtype=torch.float32, generator=generator, device=weights.device) >= dropout
     return kept.to(weights.dtype) / (1 - dropout)
 
 
