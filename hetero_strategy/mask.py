@@ -97,13 +97,8 @@ class Slices:
         """
         of, block, first, rows = self._cut(edges)
         start, end = self._keys_of(of, first, first + rows)
-        away = block * (int((self.key + self.keys).max(initial=0)) + 1)  # runs of two blocks never meet
-        order = np.argsort(start + away, kind="stable")
-        start, reach = (start + away)[order], np.maximum.accumulate((end + away)[order])
-        begins = np.flatnonzero(np.append(True, start[1:] > reach[:-1])[: len(start)])
-        ends = np.append(begins[1:], len(start))[: len(begins)] - 1
-        away = away[order][begins]
-        return block[order][begins], np.stack([start[begins] - away, reach[ends] - away], axis=1)
+        block, start, end = ragged.merged(block, start, end)
+        return block, np.stack([start, end], axis=1)
 
     def intervals(self) -> Int32[np.ndarray, "2 most rows"]:
         """Return the keys that each row sees, as intervals: first keys, and ends.

@@ -34,6 +34,22 @@ def expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - ahead, lengths)
 
 
+def merged(groups: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Merge intervals of numbers from 0 that meet or touch in their group: groups, starts and ends, all ascending.
+
+    >>> merged(np.array([1, 0, 0]), np.array([0, 2, 0]), np.array([5, 4, 2]))
+    (array([0, 1]), array([0, 0]), array([4, 5]))
+    """
+    apart = int(ends.max(initial=0)) + 1  # intervals of two groups never meet
+    start, end = starts + groups * apart, ends + groups * apart
+    order = np.argsort(start, kind="stable")
+    start, reach = start[order], np.maximum.accumulate(end[order])
+    first = np.flatnonzero(np.append(True, start[1:] > reach[:-1])[: len(start)])
+    last = np.append(first[1:], len(start))[: len(first)] - 1
+    group = groups[order][first]
+    return group, start[first] - group * apart, reach[last] - group * apart
+
+
 def argsort_small(ids: np.ndarray) -> np.ndarray:
     """Return ``argsort(ids, kind="stable")`` of integers from 0, several times faster if all are below 2^16.
 

@@ -148,11 +148,8 @@ def pairs_and_keys(
     edges = np.append(pieces.start, mask.total)
     pairs = np.bincount(pieces.rank, mask.work(edges), minlength=ranks)
     block, runs = mask.block_keys(edges)
-    away = pieces.rank[block] * (mask.total + 1)  # runs of two ranks never meet
-    by_start = np.argsort(runs[:, 0] + away, kind="stable")
-    start, reach = (runs[:, 0] + away)[by_start], np.maximum.accumulate((runs[:, 1] + away)[by_start])
-    fresh = np.maximum(reach - np.maximum(start, np.append(0, reach[:-1])), 0)
-    seen = np.bincount(pieces.rank[block][by_start], fresh, minlength=ranks).astype(np.int64)
+    rank, start, end = ragged.merged(pieces.rank[block], runs[:, 0], runs[:, 1])
+    seen = np.bincount(rank, end - start, minlength=ranks).astype(np.int64)
     return pairs, seen - mask.total // ranks  # each row sees itself
 
 
