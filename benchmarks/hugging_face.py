@@ -59,7 +59,7 @@ from hetero_strategy.testing.composite_samples import (
 )
 from hetero_strategy.testing.composite_setting import CompositeSetting
 from hetero_strategy.testing.families import OPEN, tiny_family
-from hetero_strategy.testing.setting import FP64, MERGE, PATCH, VOCABULARY, in_dtype
+from hetero_strategy.testing.setting import FP64, MERGE, PATCH, VOCABULARY, in_dtype, steps_alone, steps_on_rank
 from hetero_strategy.zoo import HFCausalLM, hf_causal_lm, siglip2_encoder
 from hetero_strategy.zoo.hf_check import Verdict, verdict_of
 from hetero_strategy.zoo.hf_shrink import shrink
@@ -146,43 +146,6 @@ def settings_of(model_type: str) -> dict[str, Setting]:
     return {name: Family(name, **SMALL, **of, model_type=model_type) for name, of in LAYOUTS.items()}
 
 
-def one_process(setting: Setting) -> tuple[Gradients, MultimodalModel]:
-    """Return the gradients of all steps in one process, and the trained model."""
-    one = replace(setting, layouts=dict.fromkeys(setting.layouts, ModuleLayout((0,))), transforms={})
-    found: Gradients = {}
-    with in_dtype(one.storage.master):
-        model = one.model("cpu")
-        for seed in range(STEPS):
-            model(one.batch(seed, 0)).loss.backward()
-            found |= _step(seed, model.modules_by_name)
-    return found, model
-
-
-def on_rank(rank: int, world: int, runs: Mapping[Run, Setting]) -> dict[Run, Gradients]:
-    """Return the gradients of all steps of each run on a rank."""
-    found: dict[Run, Gradients] = {}
-    for name, setting in runs.items():
-        executor = setting.assembled(rank).executor
-        steps: Gradients = {}
-        for seed in range(STEPS):
-            executor.run(setting.batch(seed, rank), train=True)
-            steps |= _step(seed, executor.modules)
-        found[name] = steps
-    return found
-
-
-def _step(number: int, modules: Mapping[str, torch.nn.Module]) -> Gradients:
-    """Take a step of SGD; return its gradients."""
-    gradients = {f"step {number}: {name}": gradient for name, gradient in gradients_of(modules).items()}
-    with torch.no_grad():
-        for module in modules.values():
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=RATE)
-                    parameter.grad = None
-    return gradients
-
-
 def worst(expected: Gradients, ranks: Sequence[Gradients]) -> tuple[float, str]:
     """Return the largest relative error of a gradient on any rank and its parameter; infinite if one is missing."""
     missing = set(expected).difference(*ranks)
@@ -237,7 +200,7 @@ def prepared_composite(model_type: str, folder: Path) -> Prepared:
         whole = composites.built(composites.tiny(model_type))
         setting = composite_setting(whole, folder)
         line |= split_errors("split", whole, setting, setting.model("cpu"))
-        parts = one_process(setting)[1]
+        parts = steps_alone(setting, STEPS, RATE)[1]
         line |= split_errors("export", exported(whole, folder, parts), setting, parts)
     except Exception as error:  # as above
         return line, [f"{model_type}: {_said(error)}"], {}
@@ -330,7 +293,7 @@ def errors_of(runs: Mapping[Run, Setting], pool: Pool) -> dict[Run, tuple[float,
     for run, setting in runs.items():
         if (one := (run[0], *setting.layouts)) not in expected:
             try:
-                expected[one] = one_process(setting)[0]
+                expected[one] = steps_alone(setting, STEPS, RATE)[0]
             except Exception as error:  # some of transformers' classes compute in fp32 alone
                 expected[one] = _said(error)
         wanted, ranks = expected[one], results[run]
@@ -350,7 +313,7 @@ def _on_processes(runs: Mapping[Run, Setting], pool: Pool) -> dict[Run, list[Gra
     if not runs:
         return {}
     try:
-        ranks = pool.run(RANKS, on_rank, runs, timeout=120 + 30 * len(runs))
+        ranks = pool.run(RANKS, steps_on_rank, runs, STEPS, RATE, timeout=120 + 30 * len(runs))
         return {run: [rank[run] for rank in ranks] for run in runs}
     except WorkerError as error:
         if len(runs) == 1:

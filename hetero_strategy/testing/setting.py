@@ -6,12 +6,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hetero_strategy import ragged
 from hetero_strategy.layout.registry import fake_world
@@ -213,9 +213,14 @@ class Setting:
         with in_dtype(self.storage.master):
             return assemble("model", self.model(), self.blueprint, rank, torch.device("cpu"))
 
+    @property
+    def on_one_rank(self) -> Self:
+        """Return the setting with all modules on one rank."""
+        return replace(self, layouts=dict.fromkeys(self.layouts, ModuleLayout((0,))), balance=None, transforms={})
+
     def alone(self, seed: int = 0) -> Trained:
         """Return the losses and gradients of a step in one process."""
-        one = replace(self, layouts=dict.fromkeys(self.layouts, ModuleLayout((0,))), balance=None)
+        one = self.on_one_rank
         with in_dtype(self.storage.master):
             model = one.model("cpu")
             out = model(one.batch(seed, 0))
@@ -229,6 +234,30 @@ def step(rank: int, world: int, setting: Setting, seed: int = 0) -> Trained:
     outcome = executor.run(setting.batch(seed, rank), train=True)
     losses = [executor.weights[name] * float(loss.detach()) for name, loss in outcome.losses.items()]
     return Trained(losses, gradients_of(executor.modules))
+
+
+def steps_alone(setting: Setting, steps: int, rate: float) -> tuple[dict[str, Tensor], MultimodalModel]:
+    """Return the gradients of some steps of SGD in one process, by "step N: parameter", and the trained model."""
+    one, found = setting.on_one_rank, dict[str, Tensor]()
+    with in_dtype(one.storage.master):
+        model = one.model("cpu")
+        for seed in range(steps):
+            model(one.batch(seed, 0)).loss.backward()
+            found |= _descended(seed, model.modules_by_name, rate)
+    return found, model
+
+
+def steps_on_rank(
+    rank: int, world: int, settings: Mapping[Any, Setting], steps: int, rate: float
+) -> dict[Any, dict[str, Tensor]]:
+    """Return the gradients of some steps of SGD of each setting on this rank of a world, as :func:`steps_alone`."""
+    found: dict[Any, dict[str, Tensor]] = {}
+    for name, setting in settings.items():
+        executor, found[name] = setting.assembled(rank).executor, {}
+        for seed in range(steps):
+            executor.run(setting.batch(seed, rank), train=True)
+            found[name] |= _descended(seed, executor.modules, rate)
+    return found
 
 
 def rearranged(
@@ -280,6 +309,17 @@ def in_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _descended(step: int, modules: Mapping[str, nn.Module], rate: float) -> dict[str, Tensor]:
+    """Take a step of SGD and return its gradients by "step N: parameter"."""
+    gradients = {f"step {step}: {name}": gradient for name, gradient in gradients_of(modules).items()}
+    with torch.no_grad():
+        for parameter in (parameter for module in modules.values() for parameter in module.parameters()):
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=rate)
+                parameter.grad = None
+    return gradients
 
 
 def _heads(width: int) -> int:

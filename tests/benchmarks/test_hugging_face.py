@@ -16,10 +16,10 @@ from benchmarks.hugging_face import (
     FEW,
     LAYOUTS,
     RANKS,
+    RATE,
+    STEPS,
     composite_setting,
     main,
-    on_rank,
-    one_process,
     prepared,
     prepared_composite,
     worst,
@@ -28,6 +28,7 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model.causal_lm import CausalLMKind
 from hetero_strategy.testing import Pool
 from hetero_strategy.testing.composites import built, tiny
+from hetero_strategy.testing.setting import steps_alone, steps_on_rank
 from hetero_strategy.zoo import HFCausalLM
 
 
@@ -62,11 +63,11 @@ def test_images_are_cut_over_ranks(pool: Pool, tmp_path: Path, monkeypatch: pyte
         packing = setting.batch(0, rank).inputs["llm"][1].packing
         assert packing.masks.keys() == {None, 4}
         assert all((mask[1, 0] > packing.context.ends).any() for mask in packing.masks.values())
-    results = pool.run(RANKS, on_rank, {("gemma3", "cp"): setting})
+    results = pool.run(RANKS, steps_on_rank, {("gemma3", "cp"): setting}, STEPS, RATE)
     ranks = [found["gemma3", "cp"] for found in results]
-    assert worst(one_process(setting)[0], ranks)[0] <= BOUND
+    assert worst(steps_alone(setting, STEPS, RATE)[0], ranks)[0] <= BOUND
     monkeypatch.setattr(CausalLMKind, "masks", lambda *_: {})
-    assert worst(one_process(setting)[0], ranks)[0] > 1e-2
+    assert worst(steps_alone(setting, STEPS, RATE)[0], ranks)[0] > 1e-2
 
 
 def test_a_family_that_leaks_is_far_off_without_the_check(monkeypatch: pytest.MonkeyPatch) -> None:

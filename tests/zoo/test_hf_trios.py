@@ -22,8 +22,8 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.inputs import EncoderInputs, Packing, runs_of
 from hetero_strategy.plan.step_plan import Assignment, StepItems, StepMetadata, StepPlan
-from hetero_strategy.testing import Pool, Setting, gradients_of, relative_errors
-from hetero_strategy.testing.setting import VOCABULARY, in_dtype, ragged_step
+from hetero_strategy.testing import Pool, Setting, relative_errors
+from hetero_strategy.testing.setting import VOCABULARY, in_dtype, ragged_step, steps_alone, steps_on_rank
 from hetero_strategy.zoo import hf_causal_lm, hf_encoder
 from tests.zoo.families import TINY
 from tests.zoo.test_hf_encoder import CASES as PICTURES
@@ -38,7 +38,7 @@ SIZES = {"vision": [(4, 4), (2, 4), (2, 2)], "whisper": [(1,), (2,)], "wav2vec2"
 TRIOS: list[tuple[str, ...]] = [(LLMS[n % 8], *towers) for n, towers in enumerate(product(VISIONS, AUDIOS))]
 """Every pair of towers and every language model; ``product(LLMS, VISIONS, AUDIOS)`` in its place tries all 96."""
 QUICK: list[tuple[str, ...]] = [("llama", "clip", "whisper"), ("qwen3", "qwen2_5_vl", "wav2vec2")]
-RATE = 1e-2
+STEPS, RATE = 2, 1e-2
 LAYOUTS: dict[str, dict[str, ModuleLayout]] = {
     "shards": {
         "vision": ModuleLayout(range(2), dp_shard=2),
@@ -141,26 +141,6 @@ def trio(root: Path, names: Sequence[str], **layouts: ModuleLayout) -> Trio:
     return Trio("-".join(names), placed, samples=6, microbatches=2, items=(0, 2), text=(3, 20), folders=folders)
 
 
-def train(setting: Trio) -> tuple[MultimodalModel, dict[str, torch.Tensor]]:
-    """Take two steps of SGD, of two microbatches each, in one process; return the model and all gradients."""
-    model, found = setting.model("cpu"), {}
-    for seed in range(2):
-        model(setting.batch(seed, 0)).loss.backward()
-        found |= {f"{seed} {name}": gradient for name, gradient in take_step(model.modules_by_name).items()}
-    return model, found
-
-
-def take_step(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
-    gradients = gradients_of(modules)
-    with torch.no_grad():
-        for module in modules.values():
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=RATE)
-                    parameter.grad = None
-    return gradients
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
@@ -175,10 +155,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_trio_trains_is_saved_loaded_and_exported(names: tuple[str, ...], root: Path, tmp_path: Path) -> None:
     setting = trio(root, names)
-    model, gradients = train(setting)
+    gradients, model = steps_alone(setting, STEPS, RATE)
     before = setting.model("cpu").state_dict()
     assert all(gradient.isfinite().all() for gradient in gradients.values())
-    assert {name.partition(" ")[2].partition(".")[0] for name in gradients} == {"vision", "audio", "llm"}
+    assert {name.partition(": ")[2].partition(".")[0] for name in gradients} == {"vision", "audio", "llm"}
     values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     changed = {name for name in trained if not torch.equal(values[name], before[name])}
@@ -203,18 +183,6 @@ def test_a_trio_trains_is_saved_loaded_and_exported(names: tuple[str, ...], root
         assert len({*weights.names.values()} & {*theirs}) > 0.5 * len(theirs)
 
 
-def on_rank(rank: int, world: int, settings: Mapping[str, Trio]) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the gradients of two steps of each setting on a rank."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    for name, setting in settings.items():
-        executor = setting.assembled(rank).executor
-        found[name] = {}
-        for seed in range(2):
-            executor.run(setting.batch(seed, rank), train=True)
-            found[name] |= {f"{seed} {n}": gradient for n, gradient in take_step(executor.modules).items()}
-    return found
-
-
 @pytest.mark.distributed
 def test_two_processes_have_the_gradients_of_one(root: Path, pool: Pool) -> None:
     """Towers with shards, in stages and divided; they run once for each size, and so not equally often on all ranks."""
@@ -225,12 +193,12 @@ def test_two_processes_have_the_gradients_of_one(root: Path, pool: Pool) -> None
     }
     with in_dtype(torch.float32):
         settings = {name: trio(root, trios[name], **layouts) for name, layouts in LAYOUTS.items()}
-        ranks = pool.run(2, on_rank, settings, timeout=120)
+        ranks = pool.run(2, steps_on_rank, settings, STEPS, RATE, timeout=120)
         for name, names in trios.items():
-            _, expected = train(trio(root, names))
+            expected, _ = steps_alone(trio(root, names), STEPS, RATE)
             errors = [error for rank in ranks for error in relative_errors(rank[name], expected, 1e-3).items()]
             assert {fqn for fqn, _ in errors} == expected.keys()
             worst = max(errors, key=lambda one: one[1])
             assert worst[1] < 1e-5, (name, worst)
-    other = train(trio(root, (*trios["shards"][:2], "wav2vec2")))[1]
+    other = steps_alone(trio(root, (*trios["shards"][:2], "wav2vec2")), STEPS, RATE)[0]
     assert max(relative_errors(ranks[0]["shards"], other, 1e-3).values()) > 0.01  # another tower is not the same
