@@ -29,6 +29,7 @@ from hetero_strategy.zoo.hf_encoder import hf_encoder
 from hetero_strategy.zoo.hf_grid_tower import GridTower
 from hetero_strategy.zoo.hf_prepare import TowerInputs
 from hetero_strategy.zoo.hf_tile_tower import TileTower
+from tests.zoo.encoder_stages import assert_two_stages_are_the_whole, gradients
 
 PATCH, WIDTH = 7, 8
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 28}
@@ -140,12 +141,6 @@ def alone(name: str, layer: int, inputs: EncoderInputs, model: Any) -> Tensor:
     return torch.cat(rows)
 
 
-def gradients(made: Encoder, run: Callable[[], None]) -> dict[str, Tensor]:
-    made.zero_grad()
-    run()
-    return {fqn: p.grad.clone() for fqn, p in made.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize(("name", "layer"), LAYERS)
 def test_rows_are_those_of_transformers(name: str, layer: int) -> None:
     made = encoder(name, layer).eval()
@@ -158,31 +153,11 @@ def test_rows_are_those_of_transformers(name: str, layer: int) -> None:
 @pytest.mark.parametrize(("name", "layer"), LAYERS)
 def test_stages_are_the_whole_bit_for_bit(name: str, layer: int) -> None:
     made = encoder(name, layer)
-    inputs, blocks = pictures(name, made), list(made.blocks())
-    weights = torch.randn(int(inputs.rows.sum()), WIDTH)
-    stages = made.stage(blocks[:1], first=True, last=False), made.stage(blocks[1:], first=False, last=True)
     if loose := in_no_stage(made):  # features of inner blocks: pp=1, and refused with this name
         assert name == "qwen3_vl"
         assert "deepstack_merger_list" in loose[0]
         return
-
-    def whole() -> None:
-        for sign in (1, -2):  # two microbatches add up
-            (made(inputs) * weights * sign).sum().backward()
-
-    def in_stages() -> None:
-        for sign in (1, -2):
-            hidden = stages[0](inputs)
-            received = hidden.detach().requires_grad_()
-            rows = stages[1](inputs, hidden=received)
-            assert torch.equal(rows, made(inputs))
-            (rows * weights * sign).sum().backward()
-            hidden.backward(received.grad)
-
-    expected, found = gradients(made, whole), gradients(made, in_stages)
-    assert expected.keys() == found.keys() == {fqn for fqn, p in made.named_parameters() if p.requires_grad}
-    assert all(torch.equal(found[fqn], gradient) for fqn, gradient in expected.items())
-    assert not {*dict(stages[0].named_parameters())} & {*dict(stages[1].named_parameters())}
+    assert_two_stages_are_the_whole(made, pictures(name, made))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,6 +19,7 @@ from hetero_strategy.model.inputs import EncoderInputs, Packing
 from hetero_strategy.model.materialize import materialize
 from hetero_strategy.model.read_spec import in_no_stage
 from hetero_strategy.zoo.hf_encoder import hf_encoder
+from tests.zoo.encoder_stages import assert_two_stages_are_the_whole, gradients
 
 WIDTH, BANDS, FRAMES = 8, 8, 24
 LAYERS = {"encoder_layers": 3, "encoder_attention_heads": 4, "encoder_ffn_dim": 48}
@@ -128,12 +129,6 @@ def alone(name: str, folder: Path, inputs: EncoderInputs, layer: int = -1) -> Te
     return torch.cat(rows)
 
 
-def gradients(made: Encoder, run: Callable[[], None]) -> dict[str, Tensor]:
-    made.zero_grad()
-    run()
-    return {fqn: p.grad.clone() for fqn, p in made.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("layer", [-1, -2])
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_those_of_transformers(name: str, layer: int, folders: Callable[[str], Path]) -> None:
@@ -147,28 +142,8 @@ def test_rows_are_those_of_transformers(name: str, layer: int, folders: Callable
 @pytest.mark.parametrize("name", CASES)
 def test_stages_are_the_whole_bit_for_bit(name: str, folders: Callable[[str], Path]) -> None:
     made = encoder(folders(name))
-    inputs, blocks = clips(name, made), list(made.blocks())
-    assert len(blocks) == 3 and not in_no_stage(made)
-    weights = torch.randn(int(inputs.rows.sum()), WIDTH)
-    stages = made.stage(blocks[:1], first=True, last=False), made.stage(blocks[1:], first=False, last=True)
-
-    def whole() -> None:
-        for sign in (1, -2):  # two microbatches add up
-            (made(inputs) * weights * sign).sum().backward()
-
-    def in_stages() -> None:
-        for sign in (1, -2):
-            hidden = stages[0](inputs)
-            received = hidden.detach().requires_grad_()
-            rows = stages[1](inputs, hidden=received)
-            assert torch.equal(rows, made(inputs))
-            (rows * weights * sign).sum().backward()
-            hidden.backward(received.grad)
-
-    expected, found = gradients(made, whole), gradients(made, in_stages)
-    assert expected.keys() == found.keys() == {fqn for fqn, p in made.named_parameters() if p.requires_grad}
-    assert all(torch.equal(found[fqn], gradient) for fqn, gradient in expected.items())
-    assert not {*dict(stages[0].named_parameters())} & {*dict(stages[1].named_parameters())}
+    assert len(made.blocks()) == 3 and not in_no_stage(made)
+    assert_two_stages_are_the_whole(made, clips(name, made))
 
 
 @pytest.mark.parametrize("name", CASES)
