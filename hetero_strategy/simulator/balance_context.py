@@ -39,11 +39,9 @@ def row_dealing(modules: Mapping[str, ModuleSpec], layouts: Mapping[str, ModuleL
     for name, layout in layouts.items():
         if layout.cp > 1:
             shape = modules[name]
-            row, square = float(shape.per_row.sum()), float(shape.per_pair.sum())
-            cost = RowCost(
-                row, 2 * square, FLOPS_PER_BYTE * 2.0 * shape.keys * shape.blocks
-            )  # half of a square is seen
-            dealing[name] = Dealing(layout.cp, layout.cp_order, cost)
+            row, pair = float(shape.per_row.sum()), 2 * float(shape.per_pair.sum())  # half of a square is seen
+            key = FLOPS_PER_BYTE * 2.0 * shape.keys * shape.blocks
+            dealing[name] = Dealing(layout.cp, layout.cp_order, RowCost(row, pair, key))
     return dealing
 
 

@@ -96,9 +96,10 @@ class HFTextKind(CausalLMKind):
         """Return the items, for a composite's own rules its blocks: items of some fields, those without rows between
         them as one.
         """
+        spans = super().spans(units, learnt)
         if not self.heard:
-            return super().spans(units, learnt)
-        spans, blocks = super().spans(units, learnt), _listener(*self.composite).blocks
+            return spans
+        blocks = _listener(*self.composite).blocks
         fields = {each.module: each.field for each in units.content.placed(units.numbers)}
         of = np.array([fields[source] for source in spans.source.tolist()])
         keep = np.flatnonzero(np.isin(of, [*blocks]))
