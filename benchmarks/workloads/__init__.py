@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from benchmarks.workloads import laion, llava, orchmllm
+from benchmarks.workloads import laion, llava, orchmllm, video
 from benchmarks.workloads.workload import Workload, WorkloadItems
 
 WORKLOADS: Mapping[str, Callable[[int, int], Workload]] = {
@@ -17,6 +17,7 @@ WORKLOADS: Mapping[str, Callable[[int, int], Workload]] = {
     "laion": partial(laion.sample, 512),
     "laion_1024": partial(laion.sample, 1024),
     "llava": llava.sample,
+    "video_long_tail": video.sample,
 }
 """Name -> function of (samples, seed)."""
 

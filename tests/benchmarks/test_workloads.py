@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks.workloads import WORKLOADS, laion, llava, orchmllm
+from benchmarks.workloads import WORKLOADS, laion, llava, orchmllm, video
 from benchmarks.workloads.workload import choose, generator, patches
 from hetero_strategy.plan.plan_step import plan_step
 from hetero_strategy.plan.step_plan import edge_blocks
@@ -112,6 +112,18 @@ def test_laion_sequences_are_packed_greedily(name: str, most: int) -> None:
     # Whatever begins a sequence did not fit into the one before: the gap is smaller than any pair that could follow.
     assert laion.SEQUENCE - tokens.min() < most + 256
     assert len(np.unique(load.items["vision"].sample)) == 400
+
+
+def test_video_durations_are_those_of_their_counts() -> None:
+    """The dataset viewer counts 618.0k, 274.1k, 246.5k and 234.3k rows of four ranges of seconds."""
+    seconds = video.durations(generator(4), MANY)
+    shares = np.histogram(seconds, video.SECONDS)[0] / MANY
+    np.testing.assert_allclose(shares, np.array([618.0, 274.1, 246.5, 234.3]) / 1372.9, atol=0.005)
+    load = WORKLOADS["video_long_tail"](20_000, 0)
+    frames = np.bincount(load.items["vision"].sample[load.items["vision"].rows == video.ROWS], minlength=20_000)
+    assert 0.64 < np.mean(frames > 0) < 0.7 and 300 < frames.max() <= video.LONGEST
+    tokens = load.tokens()
+    assert tokens.max() > 100_000 and np.percentile(tokens, 99) > 10 * np.median(tokens)
 
 
 def test_packing_against_a_loop() -> None:
