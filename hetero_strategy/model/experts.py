@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_C10D = torch.ops._c10d_functional
+from hetero_strategy.model.all_to_all import all_to_all
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """A function of rows ``[n, width]``, sorted by expert, and the end of each expert's rows, int32 ``[experts]``, that
@@ -93,7 +93,7 @@ def dispatch(rows: Tensor, route: ExpertRoute, exchange: Exchange | None = None)
     spread = _Spread.apply(rows, route.order)
     if exchange is None or route.by_expert is None:
         return spread
-    arrived = _Travel.apply(spread, route.sent, route.received, exchange.group)
+    arrived = all_to_all(spread, route.sent, route.received, exchange.group)
     return _Permuted.apply(arrived, route.by_expert, _inverse(route.by_expert))
 
 
@@ -101,7 +101,7 @@ def combine(results: Tensor, weights: Tensor, route: ExpertRoute, exchange: Exch
     """Return weighted sums ``[T, width]`` of results ``[n, width]``, which lie as :func:`dispatch` put their rows."""
     if exchange is not None and route.by_expert is not None:
         results = _Permuted.apply(results, _inverse(route.by_expert), route.by_expert)
-        results = _Travel.apply(results, route.received, route.sent, exchange.group)
+        results = all_to_all(results, route.received, route.sent, exchange.group)
     own = _Permuted.apply(results, _inverse(route.order), route.order).unflatten(0, weights.shape)
     return (own * weights[..., None]).sum(1).to(results.dtype)
 
@@ -119,8 +119,8 @@ def _route_over_ranks(chosen: Tensor, experts: int, exchange: Exchange) -> Exper
     order, ends = _route_here(chosen, experts)[:2]
     here = experts // exchange.size
     counts = ends.diff(prepend=ends.new_zeros(1))
-    parts = [here] * exchange.size
-    arriving = _C10D.wait_tensor(_C10D.all_to_all_single(counts, parts, parts, exchange.group)).view(-1, here)
+    parts = (here,) * exchange.size
+    arriving = all_to_all(counts, parts, parts, exchange.group).view(-1, here)
     both = torch.stack([counts.view(-1, here).sum(1), arriving.sum(1)])
     sent, received = both.tolist()  # host sync
     expert = torch.arange(here, device=order.device).repeat(exchange.size)
@@ -203,23 +203,3 @@ class _Permuted(torch.autograd.Function):
     def backward(ctx, gradient: Tensor | None):  # type: ignore[no-untyped-def]
         (inverse,) = ctx.saved_tensors
         return None if gradient is None else gradient.index_select(0, inverse), None, None
-
-
-class _Travel(torch.autograd.Function):
-    """Rows sent to other ranks of a group; their gradients come back."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, sent: Any, received: Any, group: str) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.set_materialize_grads(False)
-        ctx.way = received, sent, group
-        return _all_to_all(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor | None):  # type: ignore[no-untyped-def]
-        return None if gradient is None else _all_to_all(gradient, *ctx.way), None, None, None
-
-
-def _all_to_all(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], group: str) -> Tensor:
-    exchanged = _C10D.all_to_all_single(rows.contiguous(), list(received), list(sent), group)
-    arrived: Tensor = _C10D.wait_tensor(exchanged)
-    return arrived
