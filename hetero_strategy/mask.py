@@ -17,8 +17,8 @@ of equal words that see each other, up to half the square of their number.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Shaped
@@ -80,6 +80,10 @@ class Slices:
         if (empty := keys <= (rows - 1) * (low | high)).any():
             raise DataError(f"row {int(row[np.argmax(empty)])} begins a slice in which a row sees no key: leave it out")
         return Slices(row, rows, key, keys, low, high, total)
+
+    def same(self, other: Slices) -> bool:
+        """Return whether two masks have equal tables."""
+        return all(np.array_equal(getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
 
     def work(self, edges: Int64[np.ndarray, "edges"]) -> Int64[np.ndarray, "blocks"]:
         """Count the pairs of the rows between each two of some ascending row numbers, exactly below 2^53."""
@@ -147,6 +151,8 @@ class Spans:
     """Name of the module that the item is from."""
     prompts: Int64[np.ndarray, "sequences"] | None = None
     """Rows before the first predicted token of each sequence; None: not known."""
+    media: Mapping[str, str] = field(default_factory=dict)
+    """Module -> manifest field of its files, such as "image"."""
 
     @staticmethod
     def none() -> Spans:
@@ -155,6 +161,7 @@ class Spans:
         return Spans(empty, empty, empty, np.zeros(0, "U1"))
 
 
+@runtime_checkable  # specs hold rules, and tests check types
 class MaskRule(Protocol):
     """A rule by which rows see keys: a pure function, equal on all ranks, of metadata alone."""
 

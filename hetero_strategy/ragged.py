@@ -34,6 +34,17 @@ def expand(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - ahead, lengths)
 
 
+def before_first(flags: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Count the elements of each run before its first True one, all if there is none; ``[n]``.
+
+    >>> before_first(np.array([False, True, False, False]), np.array([2, 0, 2]))
+    array([1, 0, 2])
+    """
+    first = np.append(np.flatnonzero(flags), len(flags))
+    begin = starts(lengths)
+    return np.minimum(first[np.searchsorted(first, begin)] - begin, lengths)
+
+
 def merged(groups: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Merge intervals of numbers from 0 that meet or touch in their group: groups, starts and ends, all ascending.
 

@@ -242,6 +242,7 @@ def _arrays(
     arrays = {
         "ids": np.frombuffer(ids, np.int32),
         "loss": np.frombuffer(loss, bool),
+        "prompts": ragged.before_first(np.frombuffer(loss, bool), np.array(lengths, np.int64)),
         "offsets": ragged.offsets(np.array(lengths, np.int64)),
         "labels": np.array(labels, np.int64),
         **_strings("names", [sample.id for sample in kept]),
@@ -360,6 +361,8 @@ def _write(target: Path, arrays: Mapping[str, np.ndarray], header: Mapping[str, 
             np.save(folder / f"{name}.npy", values, allow_pickle=False)
         digest = hashlib.sha256()
         for name, values in sorted(arrays.items()):
+            if name == "prompts":  # follows from the rest: indexes with and without it are equal
+                continue
             digest.update(name.encode())
             digest.update(np.ascontiguousarray(values).data)
         (folder / "header.json").write_text(json.dumps({**header, "content": digest.hexdigest()[:20]}, indent=1))

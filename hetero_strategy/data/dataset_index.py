@@ -102,6 +102,9 @@ class DatasetIndex:
     """Kind of fault -> number of samples that were left out because of it, with ``on_error="skip"``."""
     unlearnt: int = 0
     """Number of earlier answers without a loss, because the chat template removes text from them."""
+    prompts: np.ndarray | None = None
+    """Tokens before the first predicted one of each sample, int64 ``[samples]``; None in an index without this
+    column."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -179,4 +182,5 @@ def load_index(folder: Path, media_folder: Path) -> DatasetIndex:
         left_out=header.get("left_out", 0),
         skipped=header.get("skipped", {}),
         unlearnt=header.get("unlearnt", 0),
+        prompts=array("prompts") if (folder / "prompts.npy").is_file() else None,
     )

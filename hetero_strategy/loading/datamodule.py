@@ -35,6 +35,7 @@ from hetero_strategy.loading.options import (
     check_fields,
     check_limits,
     check_microbatch_rows,
+    check_prompts,
     item_limits,
     most_rows,
     options_of,
@@ -259,7 +260,8 @@ class MultimodalDataModule(L.LightningDataModule):
         size = min(self.global_batch_size, len(index))
         order = epoch_order(len(index), self.seed, 0)
         each = [order[i * size : (i + 1) * size] for i in range(max(1, min(count, len(index) // size)))]
-        return [with_own_units(step_metadata(index, 0, i, s), self.kinds, self.edges) for i, s in enumerate(each)]
+        metadata = [step_metadata(index, 0, i, samples, self.processors) for i, samples in enumerate(each)]
+        return [with_own_units(step, self.kinds, self.edges) for step in metadata]
 
     def _index(self, split: Split, progress: bool = True) -> DatasetIndex | None:
         manifests = self.manifests[split]
@@ -280,6 +282,7 @@ class MultimodalDataModule(L.LightningDataModule):
             check_limits(
                 index, where, self._limits, self._item_limits, self.balance.budget, self.processors, self.tokenizer.eos
             )
+            check_prompts(index, where, self.kinds)
             self.indices[split] = index
             say_left_out(index, split, self.index_options.leave_out)
         return self.indices.get(split)

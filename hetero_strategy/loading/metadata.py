@@ -11,7 +11,7 @@ from jaxtyping import Int64
 from hetero_strategy import ragged
 from hetero_strategy.data.dataset_index import DatasetIndex, ItemTable
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.model.kind import ModuleKind
+from hetero_strategy.model.kind import Media, ModuleKind
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata, UnitRuns
 
 
@@ -34,12 +34,18 @@ class ItemSizes:
 
 
 def step_metadata(
-    index: DatasetIndex, epoch: int, step: int, samples: np.ndarray, measured: Mapping[str, ItemSizes] | None = None
+    index: DatasetIndex,
+    epoch: int,
+    step: int,
+    samples: np.ndarray,
+    processors: Mapping[str, Media],
+    measured: Mapping[str, ItemSizes] | None = None,
 ) -> StepMetadata:
     """Return the metadata from which the step plan of a global batch is made.
 
     Args:
         samples: data set indices of the samples, int64 ``[S]``.
+        processors: processors of modules with files.
         measured: sizes of the items of these samples by module, if the index is not measured. Items that could not be
             read are left out.
     """
@@ -62,10 +68,13 @@ def step_metadata(
             inner_rows=np.asarray(source.inner_rows[these]),
             targets=None if source.targets is None else np.asarray(source.targets[these]),
             placed=_placed(table, numbers, sample),
+            field=processors[module].field,
         )
+    prompts = None if index.prompts is None else np.asarray(index.prompts[samples])
     if measured is not None:
-        tokens, items = expanded(tokens, items, {module: sizes.read for module, sizes in measured.items()})
-    return StepMetadata(epoch, step, samples, tokens, labels, items)
+        read = {module: sizes.read for module, sizes in measured.items()}
+        tokens, prompts, items = expanded(tokens, prompts, items, read)
+    return StepMetadata(epoch, step, samples, tokens, labels, items, prompts)
 
 
 def _placed(table: ItemTable, numbers: np.ndarray, sample: np.ndarray) -> UnitRuns | None:
@@ -101,20 +110,25 @@ def with_own_units(
 
 
 def expanded(
-    tokens: np.ndarray, items: Mapping[str, StepItems], read: Mapping[str, np.ndarray]
-) -> tuple[np.ndarray, dict[str, StepItems]]:
+    tokens: np.ndarray,
+    prompts: np.ndarray | None,
+    items: Mapping[str, StepItems],
+    read: Mapping[str, np.ndarray],
+) -> tuple[np.ndarray, np.ndarray | None, dict[str, StepItems]]:
     """Expand each item of a global batch to its rows.
 
     Args:
         tokens: tokens of each sample, with one token for each item, int64 ``[S]``.
+        prompts: tokens of each sample before the first predicted one, int64 ``[S]``, or None.
         items: all items of the samples by module; ``start`` counts such tokens.
         read: items that are kept, bool ``[n]``, by module; all other items have no rows.
 
     Returns:
-        Tokens of each sample, int64 ``[S]``, and the kept items with their positions among these.
+        Tokens of each sample, those before the first predicted one, and the kept items with their positions among
+        these tokens.
     """
     if not items:
-        return tokens, {}
+        return tokens, prompts, {}
     sample = np.concatenate([table.sample for table in items.values()])
     rows = np.concatenate([table.edge_rows for table in items.values()])
     order = np.lexsort((np.concatenate([table.start for table in items.values()]), sample))
@@ -125,6 +139,10 @@ def expanded(
     shift = np.empty(len(rows), np.int64)
     shift[order] = ahead - ahead[first]
     grown = tokens + np.bincount(sample, weights=rows - 1, minlength=len(tokens)).astype(np.int64)
+    if prompts is not None:
+        starts = np.concatenate([table.start for table in items.values()])
+        before = (rows - 1) * (starts < prompts[sample])
+        prompts = prompts + np.bincount(sample, weights=before, minlength=len(tokens)).astype(np.int64)
     moved, place = {}, 0
     for module, table in items.items():
         keep = np.flatnonzero(read[module])
@@ -138,7 +156,7 @@ def expanded(
             inner_rows=table.inner_rows[keep],
             targets=None if table.targets is None else table.targets[keep],
         )
-    return grown, moved
+    return grown, prompts, moved
 
 
 def check_units(

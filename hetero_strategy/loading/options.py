@@ -16,6 +16,7 @@ from hetero_strategy.data.dataset_index import DatasetIndex
 from hetero_strategy.data.manifest import in_words, list_path
 from hetero_strategy.data.measured_files import Verify
 from hetero_strategy.errors import ConfigError, DataError, check_types, hint, is_whole, require
+from hetero_strategy.mask import Prefix
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.kind import Media, ModuleKind, Processor, TargetProcessor
@@ -255,6 +256,17 @@ def check_limits(
             raise ConfigError(
                 f"{where}: {worst} balance.budget gives an instance of '{module}' in a microbatch; raise it to at least"
                 f" {int(rows.max())}, or {fix}"
+            )
+
+
+def check_prompts(index: DatasetIndex, where: str, kinds: Mapping[str, ModuleKind]) -> None:
+    """Refuse an index of an earlier version if a rule of attention needs the prompts that it lacks."""
+    for module, kind in kinds.items():
+        if index.prompts is None and any(isinstance(rule, Prefix) for rule in kind.rules.values()):
+            raise DataError(
+                f"{where}: attention='prefix' of '{module}' needs the rows before the first predicted token of each"
+                f" sample, which the index of an earlier version lacks; delete {index.folder}, and the next run builds"
+                " it again"
             )
 
 

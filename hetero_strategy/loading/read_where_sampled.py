@@ -232,7 +232,7 @@ class Dispatch:
         if steps.on_error == "stop" and not all(sizes.read.all() for sizes in measured.values()):
             self._raise(decoded)
         known = time.perf_counter()
-        metadata = step_metadata(steps.index, decoded.epoch, decoded.step, samples, measured)
+        metadata = step_metadata(steps.index, decoded.epoch, decoded.step, samples, steps.processors, measured)
         plan = steps.plan_of(metadata)
         assert plan.digest  # as in StepDataset
         planned = time.perf_counter()

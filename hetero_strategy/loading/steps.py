@@ -35,6 +35,7 @@ from hetero_strategy.model.kind import (
     Processor,
     TargetProcessor,
 )
+from hetero_strategy.plan.masks import item_runs
 from hetero_strategy.plan.packing import levelled
 from hetero_strategy.plan.plan_step import ResolvedBalance, plan_step
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan, edge_blocks, slots
@@ -202,7 +203,7 @@ class StepDataset(Dataset[Batch]):
 
     def plan(self, epoch: int, step: int) -> StepPlan:
         """Return the step plan, the same on every rank."""
-        return self.plan_of(step_metadata(self.index, epoch, step, self.samples(epoch, step)))
+        return self.plan_of(step_metadata(self.index, epoch, step, self.samples(epoch, step), self.processors))
 
     def plan_of(self, metadata: StepMetadata) -> StepPlan:
         """Return the step plan of a global batch."""
@@ -253,15 +254,15 @@ class StepDataset(Dataset[Batch]):
 
     def inputs(self, plan: StepPlan, content: Content) -> dict[str, tuple[ModuleInputs | None, ...]]:
         """Make the inputs of this rank, by module and microbatch."""
-        content = replace(content, placed=partial(self._placed, plan.metadata, content.items))
         return {
             module: tuple(
-                None if assignment.idle else self._inputs(plan, module, number, instance, content, alike)
+                None if assignment.idle else self._inputs(plan, module, number, instance, own, alike)
                 for number, assignment in enumerate(assignments)
             )
             for module, assignments in plan.assignments.items()
             if (instance := self.share.mine.get(module)) is not None
             for alike in [plan.alike(module)]
+            for own in [replace(content, placed=partial(self._placed, module, plan.metadata, content.items))]
         }
 
     def _inputs(
@@ -288,25 +289,15 @@ class StepDataset(Dataset[Batch]):
         return inputs if self.compute_dtype is None else inputs.narrowed(self.compute_dtype)
 
     def _placed(
-        self, metadata: StepMetadata, items: Callable[[str, np.ndarray], Items], samples: np.ndarray
+        self, module: str, metadata: StepMetadata, items: Callable[[str, np.ndarray], Items], samples: np.ndarray
     ) -> list[PlacedItems]:
-        """Return the items of every encoder in some samples of the step."""
-        of_sample = np.full(len(metadata.samples), -1)
-        of_sample[samples] = np.arange(len(samples))
+        """Return the items of every encoder with an edge to a module, in some samples of the step."""
         placed = []
         for name, processor in self.processors.items():
-            if isinstance(processor, TargetProcessor):
-                continue
-            table = metadata.items[name]
-            sample = of_sample[table.sample]
-            order = np.lexsort((table.start, sample))[np.count_nonzero(sample < 0) :]
-            start, rows = table.start[order], table.edge_rows[order]
-            if (runs := table.placed) is not None:
-                of_run = of_sample[runs.target]
-                these = np.lexsort((runs.target_start, of_run))[np.count_nonzero(of_run < 0) :]
-                order, start, rows = runs.source[these], runs.target_start[these], runs.rows[these]
-            places = sample[order], items(name, order).sizes, start, rows
-            placed.append(PlacedItems(name, processor.field, processor.size_names, *places))
+            if (name, module) in self.edges:
+                runs = item_runs(metadata, name, samples)
+                places = runs.target, items(name, runs.source).sizes, runs.target_start, runs.rows
+                placed.append(PlacedItems(name, processor.field, processor.size_names, *places))
         return placed
 
     def _slots(self, plan: StepPlan, number: int, target: str, instance: int) -> dict[Hashable, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import DataError
-from hetero_strategy.mask import BidirectionalItems, Causal, ItemsAlone, MaskRule, Spans, by_window
+from hetero_strategy.mask import Causal, MaskRule, Spans, by_window
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, previous_rows
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
 from hetero_strategy.model.kind import InstanceUnits, LossOutput, ModuleKind
@@ -87,20 +87,16 @@ class CausalLMKind(ModuleKind):
             for name, theirs in (("sequence", "sample"), ("start", "start"), ("rows", "rows"))
         ]
         source = np.repeat([each.module for each in placed], [len(each.rows) for each in placed])
-        rows = np.append(np.flatnonzero(learnt), len(learnt))
-        starts = ragged.starts(units.edge_rows)
         prompts = np.zeros(len(units.inner_rows), np.int64)
-        prompts[: len(starts)] = np.minimum(rows[np.searchsorted(rows, starts)] - starts, units.edge_rows)
-        return Spans(columns[0], columns[1], columns[2], source, prompts)
+        prompts[: len(units.edge_rows)] = ragged.before_first(learnt, units.edge_rows)
+        return Spans(columns[0], columns[1], columns[2], source, prompts, {each.module: each.field for each in placed})
 
     def masks(self, lengths: np.ndarray, spans: Spans) -> dict[int | None, Tensor]:
         """Return :attr:`Packing.masks` of sequences by the rules; none where each layer is causal in its own window."""
-        causal: tuple[type, ...] = (Causal,) if len(spans.rows) else (Causal, BidirectionalItems, ItemsAlone)
-        if all(type(rule) in causal and getattr(rule, "window", None) == at for at, rule in self.rules.items()):
+        slices = {window: rule.slices(lengths, spans) for window, rule in self.rules.items()}
+        if all(mask.same(Causal(window).slices(lengths, spans)) for window, mask in slices.items()):
             return {}
-        return {
-            window: torch.from_numpy(rule.slices(lengths, spans).intervals()) for window, rule in self.rules.items()
-        }
+        return {window: torch.from_numpy(mask.intervals()) for window, mask in slices.items()}
 
     def columns(self, units: InstanceUnits, tokens: np.ndarray, learnt: np.ndarray) -> Mapping[str, Tensor]:
         """Return :attr:`SequenceInputs.columns` of some samples, without alignment rows: ``[..., n]`` on the host.
@@ -198,6 +194,10 @@ class CausalLM(Adapter):
         """Let rows see each other by a rule, or by its name; arguments and errors as in the constructor."""
         self.kind = copy(self.kind)
         self.kind.rules = by_window(rule, self.windows)
+
+    def block_windows(self) -> Sequence[Collection[int | None]]:
+        """Return the windows of the attentions of each block; default: all :attr:`windows`."""
+        return [self.windows] * max(1, len(self.blocks()))
 
     @abstractmethod
     def embed(self, ids: Tensor) -> Tensor:

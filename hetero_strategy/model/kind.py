@@ -130,7 +130,8 @@ class Content:
     """Function of the same arguments: returns raw rows of each item, ``[R, feature]``; raises DataError if one cannot
     be read."""
     placed: Callable[[np.ndarray], list[PlacedItems]] = lambda samples: []
-    """Function of numbers of samples in the step: returns the items of every encoder in them."""
+    """Function of numbers of samples in the step: returns the items in them of every encoder with an edge to the
+    module."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ from jaxtyping import Float64, Int64
 from torch import nn
 
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.mask import Causal, MaskRule, by_window
 from hetero_strategy.model.adapter import Adapter, linear_share
+from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.model.spec import LARGEST_TP, ModelSpec, ModuleSpec
 from hetero_strategy.model.tensor_parallel import divided_along, style_of
@@ -66,7 +68,22 @@ def spec_of_module(module: Adapter) -> ModuleSpec:
         first_blocks=module.first_blocks,
         runs_vary=module.runs_vary,
         keys=module.context_width * (module.context_parallel and getattr(module, "before", None) is None),
+        rules=_rules(module, len(stages)),
+        own_units=module.kind.has_own_units,
     )
+
+
+def _rules(module: Adapter, stages: int) -> tuple[tuple[MaskRule, Int64[np.ndarray, "stages"]], ...]:
+    """Count the attentions of each stage by the rule that they follow."""
+    if not module.kind.samplewise:
+        return ()
+    windows = module.block_windows() if isinstance(module, CausalLM) else [[None]] * stages
+    if len(windows) != stages:
+        windows = [[window for of_block in windows for window in of_block]]
+    seen = list(dict.fromkeys(window for of_stage in windows for window in of_stage)) or [None]
+    rules = {**by_window(Causal(), seen), **module.kind.rules}
+    counts = {window: np.array([list(of_stage).count(window) for of_stage in windows], np.int64) for window in seen}
+    return tuple((rules[window], count) for window, count in counts.items())
 
 
 def flops_by_length(

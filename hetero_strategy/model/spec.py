@@ -10,6 +10,7 @@ from jaxtyping import Float64, Int64
 
 from hetero_strategy.layout.row_sharding import RowSharding, sharding
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.mask import MaskRule
 
 LARGEST_TP = 64
 """Largest degree of tensor parallelism that a spec lists."""
@@ -75,6 +76,11 @@ class ModuleSpec:
     """Whether its blocks run more than once in some microbatches, see :attr:`Adapter.runs_vary`."""
     keys: int = 0
     """Numbers per row that a block gathers over context-parallel ranks, see :attr:`Adapter.context_width`."""
+    rules: tuple[tuple[MaskRule, Int64[np.ndarray, "blocks"]], ...] = ()
+    """Rules by which rows of samples see each other, and the number of attentions in each block that follow them. Empty
+    for items, whose rows see all of it. :func:`hetero_strategy.plan.masks.sample_masks` applies them to samples."""
+    own_units: bool = False
+    """Whether its units are neither samples nor files."""
 
     @property
     def blocks(self) -> int:
@@ -131,6 +137,10 @@ class ModelSpec:
         """Return the names of the modules whose units are whole samples."""
         ordered = self.modules if self.language_models is None else self.language_models
         return tuple(name for name in ordered if self.modules[name].samplewise)
+
+    def item_sources(self, module: str) -> tuple[str, ...]:
+        """Return the modules with files and an edge to a module of samples: their items are in its sequences."""
+        return tuple(s for s, target in self.edges if target == module and not self.modules[s].own_units)
 
     @property
     def others(self) -> frozenset[str]:

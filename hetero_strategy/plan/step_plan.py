@@ -52,6 +52,8 @@ class StepItems:
     sample's rows from ``start`` on."""
     placed: UnitRuns | None = None
     """Runs of the items' edge rows in their samples, if tokens stand between some of them; sources are the items."""
+    field: str = ""
+    """Manifest field of the items' files, such as "image"; empty: unknown."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class StepMetadata:
     """Loss tokens of each sample."""
     items: Mapping[str, StepItems]
     """Module that is not samplewise -> its items."""
+    prompts: Int64[np.ndarray, "samples"] | None = None
+    """Rows before the first predicted token of each sample, all rows if there is none; None: unknown."""
 
     def sample_of(self, module: str) -> Int64[np.ndarray, "units"]:
         """Return the sample of each of the module's units."""

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.mask import MaskRule
 from hetero_strategy.model.adapter import NO_ROWS
 from hetero_strategy.model.causal_lm import LMOutput
 from hetero_strategy.model.inputs import SequenceInputs
@@ -54,12 +53,6 @@ class HFComposedLM(HFCausalLM):
         self.deepstack, self.first_blocks = deepstack, max(1, deepstack)
         self.width = self.hidden_width * (1 + deepstack)
         self.kind = HFTextKind(model_class.__name__, config.to_dict(), self.windows)
-
-    @override
-    def attend_by(self, rule: MaskRule | str) -> None:
-        super().attend_by(rule)
-        kind: Any = self.kind
-        kind.heard = False
 
     @override
     def forward(

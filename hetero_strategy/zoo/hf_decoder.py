@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
@@ -123,6 +123,10 @@ class HFCausalLM(HFAdapter, CausalLM):
         if self.ruleless:
             raise ModelError(f"{self.architecture}: {self.ruleless} know no rule of attention: leave attend_by out")
         super().attend_by(rule)
+
+    @override
+    def block_windows(self) -> Sequence[Collection[int | None]]:
+        return [[call.window for call in calls] for calls in self.attention]
 
     @property
     def base(self) -> Any:

@@ -12,7 +12,7 @@ import inspect
 import json
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ModelError
-from hetero_strategy.mask import BidirectionalItems, MaskRule, Prefix, Spans, by_window
+from hetero_strategy.mask import BidirectionalItems, MaskRule, Prefix, Slices, Spans, by_window
 from hetero_strategy.model.causal_lm import CausalLMKind
 from hetero_strategy.model.inputs import SequenceInputs
 from hetero_strategy.model.kind import InstanceUnits, PlacedItems
@@ -47,9 +47,6 @@ class HFTextKind(CausalLMKind):
     Raises:
         ModelError: the forward fails on a sample of text.
     """
-
-    heard = True
-    """Whether :attr:`rules` are the composite's own, and not those of :meth:`CausalLM.attend_by`."""
 
     def __init__(self, architecture: str, config: Mapping[str, Any], windows: Collection[int | None] = (None,)) -> None:
         self.composite = (architecture, json.dumps(config, default=str))  # a hashable key of each worker's listener
@@ -91,24 +88,27 @@ class HFTextKind(CausalLMKind):
             positions.append(heard.expand(self.axes, -1))
         return {POSITIONS: torch.cat(positions, dim=1)}
 
+
+@dataclass(frozen=True)
+class BidirectionalBlocks(BidirectionalItems):
+    """A composite's own rule: its blocks are items of some fields, those without rows between them as one.
+
+    Args:
+        media: fields of the items.
+    """
+
+    media: tuple[str, ...] = ()
+
     @override
-    def spans(self, units: InstanceUnits, learnt: np.ndarray) -> Spans:
-        """Return the items, for a composite's own rules its blocks: items of some fields, those without rows between
-        them as one.
-        """
-        spans = super().spans(units, learnt)
-        if not self.heard:
-            return spans
-        blocks = _listener(*self.composite).blocks
-        fields = {each.module: each.field for each in units.content.placed(units.numbers)}
-        of = np.array([fields[source] for source in spans.source.tolist()])
-        keep = np.flatnonzero(np.isin(of, [*blocks]))
+    def slices(self, lengths: np.ndarray, spans: Spans) -> Slices:
+        modules = [module for module, field in spans.media.items() if field in self.media]
+        keep = np.flatnonzero(np.isin(spans.source, modules))
         keep = keep[np.lexsort((spans.start[keep], spans.sequence[keep]))]
-        sequence, start, rows, of = spans.sequence[keep], spans.start[keep], spans.rows[keep], of[keep]
+        sequence, start, rows, of = (x[keep] for x in (spans.sequence, spans.start, spans.rows, spans.source))
         apart = (sequence[1:] != sequence[:-1]) | (start[1:] != (start + rows)[:-1]) | (of[1:] != of[:-1])
         first = np.flatnonzero(np.append(True, apart)[: len(rows)])
         total = np.add.reduceat(rows, first) if len(first) else rows
-        return Spans(sequence[first], start[first], total, of[first], spans.prompts)
+        return super().slices(lengths, Spans(sequence[first], start[first], total, of[first]))
 
 
 class _Stopped(Exception):
@@ -209,7 +209,9 @@ class _Listener:
         if not bool(seen[:, 0, 1].all()):
             raise ModelError(f"{self.who}: rows of an item do not see all its later rows; not built")
         whole = bool(seen[:, 1, 0].all())
-        return Prefix(whole_items=whole) if self.suffixes else BidirectionalItems(whole_items=whole)
+        if self.suffixes:
+            return Prefix(whole_items=whole)
+        return BidirectionalBlocks(whole_items=whole, media=tuple(self.blocks))
 
     def _sample(self, types: np.ndarray, rows: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
         """Return the positions of a sample without labels, and by which masks some of its rows see each other, all if

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -393,6 +394,27 @@ def test_a_node_that_sees_no_index_builds_one_once(
     module.setup("fit")
     assert found == [{"train", "val"} if local_rank == 0 else set()]
     assert module.indices.keys() == {"train", "val"}
+
+
+def test_prompts_of_an_earlier_index_are_asked_for_where_a_rule_needs_them(digits: Path, tmp_path: Path) -> None:
+    ruled = reader()
+    ruled.modules_by_name["llm"].attend_by("prefix")
+    stored = IndexOptions(cache_folder=str(tmp_path))
+    new = data(digits, index=stored)._index("train")
+    assert new is not None and new.prompts is not None
+    for sample in range(len(new)):
+        learnt = new.loss[new.offsets[sample] : new.offsets[sample + 1]]
+        assert new.prompts[sample] == next((i for i, x in enumerate(learnt) if x), len(learnt))
+    (new.folder / "prompts.npy").unlink()
+    old = data(digits, index=stored)._index("train")
+    assert old is not None and old.prompts is None and old.content == new.content
+    with pytest.raises(
+        DataError, match=rf"train\.json: attention='prefix' of 'llm' .* delete {new.folder}, and the next"
+    ):
+        data(digits, model=ruled, index=stored)._index("train")
+    shutil.rmtree(new.folder)
+    again = data(digits, model=ruled, index=stored)._index("train")
+    assert again is not None and again.content == old.content and np.array_equal(again.prompts, new.prompts)
 
 
 def test_share_follows_the_placement(digits: Path) -> None:

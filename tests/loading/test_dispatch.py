@@ -26,8 +26,10 @@ from hetero_strategy.loading.metadata import expanded
 from hetero_strategy.loading.options import Workers
 from hetero_strategy.loading.read_where_sampled import Decoded, Dispatch, SampledDataset, moves
 from hetero_strategy.loading.steps import RankView, StepDataset
+from hetero_strategy.mask import BidirectionalItems, Causal, ItemsAlone, MaskRule, Prefix
 from hetero_strategy.model.causal_lm import CausalLMKind
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
+from hetero_strategy.plan.masks import ALIGNMENT, sample_masks, sample_spans
 from hetero_strategy.plan.step_plan import StepItems
 from recipes.digits import write_digits
 from tests.loading.compared import differences
@@ -118,6 +120,32 @@ def test_a_kind_is_given_the_places_of_items(digits: Path) -> None:
         assert len(given.sizes)
         sizes = np.repeat(given.sizes.prod(axis=1), given.rows)
         assert sorted(sizes) == sorted(inputs.columns["sizes"][0][inputs.columns["sizes"][0] > 0].tolist())
+
+
+@pytest.mark.parametrize("edges", [EDGES[READS], EDGES[READS][:1]], ids=["both", "vision alone"])
+def test_plans_know_the_masks_of_batches(digits: Path, edges: tuple[tuple[str, str], ...]) -> None:
+    """In both ways of reading; items of a module without an edge are text."""
+    kind = CausalLMKind()
+    rules: dict[int | None, MaskRule] = {None: BidirectionalItems(), 3: Prefix(3), 5: ItemsAlone(), 7: Causal(7)}
+    kind.rules = rules
+    kinds, share = (
+        {**kinds_of(READS), "llm": kind},
+        RankView(dict.fromkeys(READS, 1), dict.fromkeys(READS, 0), {"llm": 4}),
+    )
+    fetch, sampled, dispatch = both(digits, READS, share, kinds=kinds, microbatches=3)
+    fetch.edges = sampled.edges = edges
+    sources, there = [source for source, _ in edges], set[str]()
+    for batch in (fetch[0, 0], dispatch(sampled[0, 0])):
+        for part, inputs in zip(batch.plan.assignments["llm"], batch.inputs["llm"], strict=True):
+            lengths = part.inner_rows_of(0)
+            samples = np.append(part.of(0), np.full(len(lengths) - len(part.units), ALIGNMENT))
+            masks = sample_masks([*rules.values()], batch.plan.metadata, sources, samples, lengths)
+            assert inputs is not None and [*inputs.packing.masks] == [*rules]
+            for mask, window in zip(masks, rules, strict=True):
+                assert np.array_equal(mask.intervals(), inputs.packing.masks[window])
+            there |= {*sample_spans(batch.plan.metadata, sources, samples).source.tolist()}
+            assert len({len(mask.row) for mask in masks}) > 1
+    assert there == {*sources}
 
 
 def test_a_difference_is_found(digits: Path) -> None:
@@ -311,7 +339,12 @@ def test_places_after_expansion(data: st.DataObject) -> None:
         tables[name] = StepItems(*(np.array(x, np.int64) for x in (sample, rows, start, rows)))
         wanted[name] = placed
     given_tokens = np.array([len(sequence) for sequence in words])
-    tokens, items = expanded(given_tokens, tables, {name: table.edge_rows > 0 for name, table in tables.items()})
+    prompts = np.array([data.draw(st.integers(0, len(sequence))) for sequence in words])
+    read = {name: table.edge_rows > 0 for name, table in tables.items()}
+    tokens, prompt_rows, items = expanded(given_tokens, prompts, tables, read)
+    ahead = [sequence[:prompt] for sequence, prompt in zip(words, prompts, strict=True)]
+    assert prompt_rows is not None
+    assert prompt_rows.tolist() == [sum(1 if k == "text" else n for k, n in sequence) for sequence in ahead]
     assert tokens.tolist() == [sum(1 if k == "text" else n for k, n in sequence) for sequence in words]
     for name, table in items.items():
         found = list(zip(table.sample.tolist(), table.start.tolist(), table.edge_rows.tolist(), strict=True))

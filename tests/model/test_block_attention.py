@@ -22,7 +22,9 @@ from hetero_strategy.model.attention import block_mask, packed_attention
 from hetero_strategy.model.block_attention import _backward, attend_in_blocks
 from hetero_strategy.model.inputs import Packing
 from hetero_strategy.model.kind import ModuleKind, check_edges
+from hetero_strategy.model.read_spec import spec_of_module
 from hetero_strategy.zoo import hf_llama
+from hetero_strategy.zoo.hf_causal_lm import hf_causal_lm
 from tests.model.helpers import ready
 from tests.test_mask import Draw
 from tests.zoo.families import TINY
@@ -206,6 +208,16 @@ def test_a_language_model_attends_by_its_rule() -> None:
     assert llm.kind.rules[7] == BidirectionalItems(("visoin",), 7)
     with pytest.raises(ModelError, match=r"llm: its attention is of items of 'visoin', but modules with files .* none"):
         check_edges({"llm": llm.kind}, [], ModelError)
+
+
+def test_a_spec_says_which_blocks_follow_which_rule() -> None:
+    layers = ["full_attention", *["sliding_attention"] * 3]
+    fields = {"use_sliding_window": True, "sliding_window": 5, "layer_types": layers, "num_hidden_layers": 4}
+    llm = hf_causal_lm(model_type="qwen2", check=False, **{**TINY["qwen2"], **fields})
+    found = [(rule, counts.tolist()) for rule, counts in spec_of_module(llm).rules]
+    assert found == [(Causal(), [1, 0, 0, 0]), (Causal(5), [0, 1, 1, 1])]
+    llm.attend_by("bidirectional_items")
+    assert [rule for rule, _ in spec_of_module(llm).rules] == [BidirectionalItems(), BidirectionalItems(window=5)]
 
 
 def test_a_rule_names_no_module_without_files() -> None:

@@ -1,0 +1,82 @@
+"""The attention masks of a module's samples, known from metadata before any payload is read. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from jaxtyping import Int64
+
+from hetero_strategy.mask import MaskRule, Slices, Spans
+from hetero_strategy.plan.step_plan import StepMetadata, UnitRuns
+
+ALIGNMENT = -1
+"""Number in place of a sample's for alignment rows, which are a sequence without items."""
+
+
+def item_runs(metadata: StepMetadata, module: str, samples: Int64[np.ndarray, "sequences"]) -> UnitRuns:
+    """Return the runs of rows of a module's items in some samples, by sample, then position.
+
+    Sources are the items, and targets the places of their samples in ``samples``.
+    """
+    place = np.full(len(metadata.samples) + 1, -1)  # the last one takes alignment rows
+    place[samples] = np.arange(len(samples))
+    items = metadata.items[module]
+    runs = items.placed
+    if runs is None:
+        numbers = np.arange(len(items.sample))
+        runs = UnitRuns(numbers, np.zeros_like(numbers), items.sample, items.start, items.edge_rows)
+    target = place[runs.target]
+    these = np.lexsort((runs.target_start, target))[np.count_nonzero(target < 0) :]
+    return UnitRuns(
+        runs.source[these], runs.source_start[these], target[these], runs.target_start[these], runs.rows[these]
+    )
+
+
+def sample_spans(metadata: StepMetadata, sources: Collection[str], samples: Int64[np.ndarray, "sequences"]) -> Spans:
+    """Return the items of some modules in some samples, which are sequences in this order.
+
+    Args:
+        sources: modules with files and an edge to the samples' module, see
+            :meth:`~hetero_strategy.model.spec.ModelSpec.item_sources`.
+        samples: numbers of different samples in the step, and :data:`ALIGNMENT` for alignment rows.
+    """
+    runs = {name: item_runs(metadata, name, samples) for name in sources if name in metadata.items}
+    columns = [
+        np.concatenate([np.zeros(0, np.int64), *(getattr(each, column) for each in runs.values())])
+        for column in ("target", "target_start", "rows")
+    ]
+    source = np.repeat(np.array([*runs], np.str_), [len(each.rows) for each in runs.values()])
+    prompts = None if metadata.prompts is None else np.append(metadata.prompts, 0)[samples]
+    return Spans(columns[0], columns[1], columns[2], source, prompts, {n: metadata.items[n].field for n in runs})
+
+
+def sample_masks(
+    rules: Sequence[MaskRule],
+    metadata: StepMetadata,
+    sources: Collection[str],
+    samples: Int64[np.ndarray, "sequences"],
+    lengths: Int64[np.ndarray, "sequences"] | None = None,
+) -> list[Slices]:
+    """Return the mask of some samples end to end by each rule, equal to those that the loader makes of the samples.
+
+    For example, the pairs of a row and a key in each sample of a step, summed over a language model's attentions::
+
+        module, everything = spec.modules["llm"], np.arange(len(metadata.samples))
+        rules, counts = zip(*module.rules)
+        masks = sample_masks(rules, metadata, spec.item_sources("llm"), everything)
+        pairs = sum(n.sum() * mask.work(ragged.offsets(metadata.tokens)) for mask, n in zip(masks, counts))
+
+    No row sees another sample, so one call for all samples of a step costs less than a call for each microbatch.
+
+    Args:
+        rules: rules of a module, see :attr:`~hetero_strategy.model.spec.ModuleSpec.rules`.
+        sources, samples: as in :func:`sample_spans`.
+        lengths: rows of each sequence; default: those of its sample.
+
+    Raises:
+        DataError: items overlap or leave their sample, a row sees no key, or a rule needs unknown metadata.
+    """
+    lengths = metadata.tokens[samples] if lengths is None else lengths
+    spans = sample_spans(metadata, sources, samples)
+    return [rule.slices(lengths, spans) for rule in rules]
