@@ -111,7 +111,7 @@ def evenness(way: str, lengths: np.ndarray, mask: Slices, cost: RowCost, rng: np
     pairs, _ = pairs_and_keys(pieces, mask, RANKS)
     rows = np.bincount(pieces.rank, np.diff(np.append(pieces.start, mask.total)), RANKS)
     keys = pairs_and_keys(pieces, mask, RANKS)[1] + mask.total / RANKS - rows  # of unequal rows, too
-    seconds = cost.row * rows + cost.pair * pairs + cost.key * keys
+    seconds = cost.of(rows, pairs, keys)
     even = (cost.row * mask.total + cost.pair * pairs.sum()) / RANKS
     ratios = pairs.max() / pairs.mean(), rows.max() / rows.mean(), keys.sum() / (mask.total * (RANKS - 1))
     return Evenness(*ratios, seconds.max() / even)

@@ -39,15 +39,25 @@ KEYS_SEEN = 0.75
 """Share of the keys of a cut sequence that a rank sees, in estimates."""
 SWAPS = 32
 """Most exchanges of two blocks."""
+GROUPS = 4
+"""Groups of heads, in estimates."""
 
 
 class RowCost(NamedTuple):
-    """The time of a rank: ``row * rows + pair * pairs + key * keys``, in any unit."""
+    """The time of a rank, in any unit: its work on rows, then on pairs, while the keys that it lacks travel.
+
+    They travel in :data:`GROUPS` groups of heads. The first of them arrives before attention begins.
+    """
 
     row: float = 1.0
     pair: float = 1.0
     key: float = 0.0
     """For each key that the rank lacks."""
+
+    def of(self, rows: np.ndarray | float, pairs: np.ndarray | float, keys: np.ndarray | float) -> np.ndarray | float:
+        """Return the time of each rank."""
+        work, travel = self.pair * pairs, self.key * keys
+        return self.row * rows + np.maximum(work, travel * (1 - 1 / GROUPS)) + travel / GROUPS
 
 
 @dataclass(frozen=True)
@@ -127,8 +137,8 @@ def deal_rows(
     chosen = _cut(lengths if len(lengths) > 1 else total, mask, ranks, best, "auto", slack)
     time = _time(chosen, mask, ranks, cost)
     if len(lengths) > 1 and time > (1 + EVEN) * least:
-        blocks_time = least + cost.key * (KEYS_SEEN - 1 / ranks) * total[0]
-        for form in ("zigzag", "blocks") if blocks_time < time else ("zigzag",):
+        even = cost.of(*(float(n) / ranks for n in (total[0], pairs.sum(), (KEYS_SEEN * ranks - 1) * total[0])))
+        for form in ("zigzag", "blocks") if even < time else ("zigzag",):
             other = _cut(total, mask, ranks, everything, form, slack)
             if (needed := _time(other, mask, ranks, cost)) < time:
                 chosen, time = other, needed
@@ -138,7 +148,7 @@ def deal_rows(
 def _time(pieces: RankPieces, mask: Slices, ranks: int, cost: RowCost) -> float:
     """Return the time of the rank that takes longest."""
     pairs, keys = pairs_and_keys(pieces, mask, ranks)
-    return float((cost.row * mask.total / ranks + cost.pair * pairs + cost.key * keys).max())
+    return float(np.max(cost.of(mask.total / ranks, pairs, keys)))
 
 
 def pairs_and_keys(
@@ -158,8 +168,8 @@ def _expected(shares: _Shares, lengths: np.ndarray, pairs: np.ndarray, ranks: in
     sequence, rank, rows = shares
     whole = lengths[sequence]
     lacked = np.maximum(KEYS_SEEN * whole - rows, 0) * (rows < whole)
-    work = cost.row * rows + cost.pair * (pairs / np.maximum(lengths, 1))[sequence] * rows + cost.key * lacked
-    return float(np.bincount(rank, work, minlength=ranks).max())
+    seen = (pairs / np.maximum(lengths, 1))[sequence] * rows
+    return float(np.max(cost.of(*(np.bincount(rank, x, minlength=ranks) for x in (rows, seen, lacked)))))
 
 
 def _whole_first(lengths: np.ndarray, pairs: np.ndarray, ranks: int, slack: float, spread: int) -> _Shares:
