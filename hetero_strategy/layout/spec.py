@@ -21,6 +21,7 @@ DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from outermost (slowest varying rank) to innermost; ``ep`` reuses ranks of the other axes."""
 
 ContextOrder = Literal["auto", "zigzag", "blocks"]
+ContextForm = Literal["keys", "heads"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,10 @@ class ModuleLayout:
         split: blocks of each of the ``pp * vpp`` stages, in order; None: chosen when the model is placed.
         cp_order: rows of each context-parallel rank: ``"auto"`` (sequences whole or over the fewest ranks, so that work
             is even and few keys travel), ``"zigzag"`` (two chunks of the rows a rank), or ``"blocks"`` (many blocks).
+            Not read with ``cp_form="heads"``, which gives each rank a contiguous part.
+        cp_form: exchange of context-parallel ranks in attention: ``"keys"`` (each gathers the keys of all rows) or
+            ``"heads"`` (each attends for its part of the heads, from all rows; ``tp * cp`` divides the heads). None:
+            ``"keys"``.
 
     One degree may be -1: it is chosen so that the product of all degrees equals the number of ranks. The default
     ``dp_shard=-1`` makes every rank that no other degree uses a shard.
@@ -96,6 +101,7 @@ class ModuleLayout:
     pp_style: Literal["loop", "v", "consecutive"] = "loop"
     split: tuple[int, ...] | None = None
     cp_order: ContextOrder = "auto"
+    cp_form: ContextForm | None = None
 
     def __post_init__(self) -> None:
         for name in _NUMBERS:
@@ -106,6 +112,8 @@ class ModuleLayout:
         argument: Any = self.ranks
         if self.cp_order not in get_args(ContextOrder):
             raise _wrong("cp_order", self.cp_order, " or ".join(map(repr, get_args(ContextOrder))))
+        if self.cp_form not in (None, *get_args(ContextForm)):
+            raise _wrong("cp_form", self.cp_form, " or ".join(map(repr, get_args(ContextForm))))
         ranks = (
             range(argument) if is_whole(argument) else _listed("ranks", argument, "a whole number or a list of them")
         )

@@ -61,8 +61,9 @@ class RankView:
     """Modules of which this rank holds later pipeline stages only: it reads no payload for them."""
     without_last: frozenset[str] = frozenset()
     """Modules of which this rank lacks the last pipeline stage: it needs no labels or targets for them."""
-    cp: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Module -> (this rank's number among an instance's context-parallel ranks, their count), if there are several."""
+    cp: Mapping[str, tuple[int, int, bool]] = field(default_factory=dict)
+    """Module -> (this rank's number among an instance's context-parallel ranks, their count, whether they exchange
+    heads), if there are several."""
 
     @classmethod
     def of(
@@ -79,7 +80,7 @@ class RankView:
             without_first=frozenset(name for name in modules if 0 not in stages[name]),
             without_last=frozenset(name for name in modules if pipelines[name].stages - 1 not in stages[name]),
             cp={
-                name: (seat.context, layout.cp)
+                name: (seat.context, layout.cp, layout.cp_form == "heads")
                 for name, seat in seats.items()
                 if seat is not None and (layout := placement.layouts[name]).cp > 1
             },
@@ -285,7 +286,8 @@ class StepDataset(Dataset[Batch]):
             )
         )
         if module in self.share.cp:
-            inputs = in_context(inputs, self.share.cp[module][0], assignment.dealt(instance, self.share.cp[module][1]))
+            rank, ranks, by_heads = self.share.cp[module]
+            inputs = in_context(inputs, rank, assignment.dealt(instance, ranks), by_heads=by_heads)
         return inputs if self.compute_dtype is None else inputs.narrowed(self.compute_dtype)
 
     def _placed(

@@ -72,6 +72,8 @@ class Adapter(nn.Module):
     context_width: int = 0
     """Numbers per row, keys and values, that each block gathers over the context-parallel ranks; 0: plans count none.
     """
+    attention_heads: int = 0
+    """Greatest common divisor of the blocks' numbers of heads, which context-parallel ranks divide; 0: unknown."""
     compiled_by: str | None = None
     """Backend of ``torch.compile`` for the blocks; other work of a stage may be compiled with it, too."""
     width: int

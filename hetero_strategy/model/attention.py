@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.block_attention import BLOCK, attend_in_blocks
 from hetero_strategy.model.context import Context
+from hetero_strategy.model.head_exchange import HeadExchange
 from hetero_strategy.model.inputs import Packing
 
 varlen_attn: Any = varlen.varlen_attn
@@ -96,20 +97,35 @@ def packed_attention(
         ``[1, heads, T, head_dim]``.
 
     Raises:
-        ModelError: attention that is not causal has a window shorter than a sequence, or meets context parallelism; or
-            the rule of attention has no mask for ``window``.
+        ModelError: attention that is not causal has a window shorter than a sequence, or meets context parallelism by
+            keys; context-parallel ranks cannot divide the heads; or the rule of attention has no mask for ``window``.
     """
+    if isinstance(context := packing.context, HeadExchange):
+        all_rows = context.to_heads(query, key, value)
+        attended = packed_attention(
+            *all_rows,
+            packing=context.whole,
+            causal=causal,
+            window=window,
+            scale=scale,
+            dropout=dropout,
+            softcap=softcap,
+            sinks=None if sinks is None else context.own(sinks),
+        )
+        return context.to_rows(attended, query.shape[2])
     if window is not None and not causal and window < packing.longest:
         raise ModelError(
             f"window={window} of attention that is not causal: packed attention has windows that look back alone; leave"
             " it out, or give the blocks an attention of their own"
         )
-    options, context = _Options(causal, window, scale, dropout, softcap, sinks), packing.context
+    options = _Options(causal, window, scale, dropout, softcap, sinks)
     in_flash = not (causal and packing.masks) and (context is None or context.by_segments)
     in_flash = in_flash and _runs_flash(query, options)
     if context is not None:
         if not causal:
-            raise ModelError("attention that is not causal does not know context parallelism: set cp=1")
+            raise ModelError(
+                "attention that is not causal does not know context parallelism by keys: set cp=1 or cp_form='heads'"
+            )
         key, value = _of_all_ranks(key, value, context, in_flash)
     if packing.rows == 0:
         return query + (key.sum() + value.sum())  # empty, but a (zero) gradient reaches all three
@@ -138,7 +154,7 @@ def intervals(packing: Packing, *, causal: bool, window: int | None = None) -> T
     if not causal:
         return torch.stack([packing.offsets[:-1], packing.offsets[1:]]).index_select(1, packing.sequence)[:, None]
     end = torch.arange(1, packing.rows + 1, device=packing.positions.device)
-    if packing.context is not None:
+    if isinstance(packing.context, Context):
         end = packing.context.ends
     seen = packing.positions + 1
     start = end - (seen if window is None else seen.clamp(max=window))
@@ -254,7 +270,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options:
     """Run torch's kernel on packed rows; in context parallelism the last row of a segment sees its last key."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     bounds: tuple[Any, ...] = (packing.offsets, packing.offsets, packing.longest, packing.longest)
-    if packing.context is not None:
+    if isinstance(packing.context, Context):
         bounds = (*packing.context.offsets, *(len(extent) for extent in packing.context.extents))
     around = (-1 if options.window is None else options.window - 1, 0) if options.causal else (-1, -1)
     shared: dict[str, Any] = {"enable_gqa": True} if TOLD_OF_SHARED_HEADS and q.shape[1] != k.shape[1] else {}

@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ModelError
-from hetero_strategy.model.inputs import IGNORE, ModuleInputs, Movable, SequenceInputs
+from hetero_strategy.model.head_exchange import HeadExchange
+from hetero_strategy.model.inputs import IGNORE, ModuleInputs, Movable, Packing, SequenceInputs
 
 
 @dataclass(eq=False)
@@ -73,13 +74,16 @@ class Context(Movable):
         return total
 
 
-def in_context(inputs: ModuleInputs, rank: int, dealt: Int64[np.ndarray, "ranks rows"]) -> SequenceInputs:
+def in_context(
+    inputs: ModuleInputs, rank: int, dealt: Int64[np.ndarray, "ranks rows"], *, by_heads: bool = False
+) -> SequenceInputs:
     """Return the part of an instance's inputs of one context-parallel rank.
 
     Sequences keep their numbers and lengths, rows their labels, positions and columns.
 
     Args:
         dealt: rows of each rank, ascending.
+        by_heads: whether ranks exchange rows for heads, and have contiguous parts, rather than gather keys.
 
     Raises:
         ModelError: the inputs are not plain token sequences.
@@ -91,6 +95,21 @@ def in_context(inputs: ModuleInputs, rank: int, dealt: Int64[np.ndarray, "ranks 
             " more numbers of each row; set cp=1"
         )
     packing, own = inputs.packing, dealt[rank]
+    sequence, labelled = packing.sequence.numpy(), np.flatnonzero(inputs.labels.numpy() != IGNORE)
+    of, count = sequence[labelled], np.bincount(sequence[labelled], minlength=len(packing.lengths))
+    own_labels = np.stack([of, np.arange(len(of)) - ragged.starts(count)[of]], axis=1)
+    own_rows = torch.from_numpy(own)
+    part = replace(packing, positions=packing.positions[own_rows], sequence=packing.sequence[own_rows], alike=False)
+    if by_heads:
+        part = replace(part, masks={}, context=HeadExchange(rank, ranks, packing))
+    else:
+        part = _with_keys(part, packing, rank, dealt)
+    return replace(inputs.cut(own_rows), packing=part, own_labels=own_labels[np.isin(labelled, own)])
+
+
+def _with_keys(part: Packing, packing: Packing, rank: int, dealt: Int64[np.ndarray, "ranks rows"]) -> Packing:
+    """Return the packing of a rank's rows with the keys that they see; ``packing``: that of all rows."""
+    ranks, own = dealt.shape[0], dealt[rank]
     place = np.empty(dealt.size, np.int64)
     place[dealt.reshape(-1)] = np.arange(dealt.size)
     sequence, starts = packing.sequence.numpy(), ragged.starts(packing.lengths)
@@ -121,23 +140,8 @@ def in_context(inputs: ModuleInputs, rank: int, dealt: Int64[np.ndarray, "ranks 
         offsets=(offsets[0], offsets[1]),
         extents=(extents[0], extents[1]),
     )
-    labelled = np.flatnonzero(inputs.labels.numpy() != IGNORE)
-    of, count = sequence[labelled], np.bincount(sequence[labelled], minlength=len(starts))
-    own_labels = np.stack([of, np.arange(len(of)) - ragged.starts(count)[of]], axis=1)
-    own_rows = torch.from_numpy(own)
-    return replace(
-        inputs.cut(own_rows),
-        packing=replace(
-            packing,
-            positions=packing.positions[own_rows],
-            sequence=packing.sequence[own_rows],
-            offsets=offsets[0],
-            alike=False,
-            masks={window: mask[..., own_rows] + moved for window, mask in packing.masks.items()},
-            context=context,
-        ),
-        own_labels=own_labels[np.isin(labelled, own)],
-    )
+    masks = {window: mask[..., torch.from_numpy(own)] + moved for window, mask in packing.masks.items()}
+    return replace(part, offsets=offsets[0], masks=masks, context=context)
 
 
 class _Gathered(torch.autograd.Function):

@@ -15,6 +15,7 @@ from hetero_strategy.errors import DataError
 
 if TYPE_CHECKING:
     from hetero_strategy.model.context import Context
+    from hetero_strategy.model.head_exchange import HeadExchange
 
 IGNORE = -100
 """Label of a row without a loss."""
@@ -114,7 +115,7 @@ class Packing(Movable):
     masks: Mapping[int | None, torch.Tensor] = field(default_factory=dict)
     """Window of layers, None for those without one -> first keys and ends of the intervals that a rule lets their rows
     see, int32 ``[2, m, T]``, see :meth:`~hetero_strategy.mask.Slices.intervals`; empty: causal."""
-    context: Context | None = None
+    context: Context | HeadExchange | None = None
     """Context parallelism: these rows belong to one rank, and attention also reads other ranks' rows. All fields above
     but :attr:`lengths` and :attr:`extent` then describe only this rank's rows."""
 

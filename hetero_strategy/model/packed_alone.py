@@ -25,6 +25,7 @@ from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding, two_chu
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.context import in_context
+from hetero_strategy.model.head_exchange import HeadExchange
 from hetero_strategy.model.inputs import IGNORE, ModuleInputs, Packing, SequenceInputs
 from hetero_strategy.model.kind import LossOutput
 from hetero_strategy.model.random_numbers import generators
@@ -124,13 +125,14 @@ def check_packed_alone(
     if "only" not in vars(type(inputs)) or (sharding.parts > 1 and not isinstance(stage, CausalLM)):
         return  # selecting units, or joining rows of ranks, is undefined
     both, count, outputs = _both(inputs, pair), len(pair.places), []
+    by_heads = isinstance(inputs, SequenceInputs) and isinstance(inputs.packing.context, HeadExchange)
     assert pair.module.random_numbers is not None
     pair.module.random_numbers.stop()
     with _undisturbed(pair.module, stage):
         states = [generator.get_state() for generator in generators(device)]
         for members in (np.arange(count), np.arange(count)[:1], np.arange(count)[1:]):
             try:
-                outputs.append(_run(stage, both.only(members), pair, members, device, sharding, part))
+                outputs.append(_run(stage, both.only(members), pair, members, device, sharding, part, by_heads))
             except Exception as error:
                 if not isinstance(error, HeteroError):  # it needs no explanation
                     error.add_note(f"{where} was run on two units, to compare packed with alone; {LEAVE_OUT}")
@@ -177,15 +179,16 @@ def _run(
     device: torch.device,
     lie: RowSharding,
     part: int,
+    by_heads: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Run some of the two units; return their rows, from all ranks, and their loss."""
     rows = int(pair.inner_rows[members].sum())
     total = rows - rows % -lie.parts
-    order = two_chunks(total, lie.context).reshape(-1)
+    order = np.arange(total) if by_heads else two_chunks(total, lie.context).reshape(-1)
     if isinstance(inputs, SequenceInputs) and total > rows:
         inputs = _filled_up(inputs, total - rows)
     if lie.context > 1:
-        inputs = in_context(inputs, part * lie.context // lie.parts, order.reshape(lie.context, -1))
+        inputs = in_context(inputs, part * lie.context // lie.parts, order.reshape(lie.context, -1), by_heads=by_heads)
     dtype = stage.compute_dtype or next((p.dtype for p in stage.parameters()), torch.float32)
     fed: dict[Hashable, Tensor] = {}
     hidden: Tensor | None = None

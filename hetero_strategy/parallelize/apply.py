@@ -223,6 +223,13 @@ def check(name: str, module: Adapter, layout: ModuleLayout) -> list[str]:
             f"layout of '{name}': cp={layout.cp}, but row_sharding(layout) of {type(module).__name__} is {lie}; let it"
             " return sharding(layout.cp) of hetero_strategy.layout.row_sharding, or sharding(layout.cp, layout.tp)"
         )
+    elif layout.cp > 1 and layout.cp_form == "heads" and module.attention_heads % layout.neighbours:
+        fits = [n for n in range(1, layout.cp) if module.attention_heads % (n * layout.tp) == 0]
+        faults.append(
+            f"layout of '{name}': cp_form='heads' divides {module.attention_heads} heads over tp {layout.tp} x cp"
+            f" {layout.cp} = {layout.neighbours} ranks; set {f'cp={fits[-1]}' if fits else 'another tp'}, or"
+            " cp_form='keys'"
+        )
     faults += [f"layout of '{name}': {fault}" for fault in expert_faults(module, layout)]
     if layout.tp == 1:
         return faults

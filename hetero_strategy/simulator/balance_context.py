@@ -34,10 +34,10 @@ def aligned_rows(language_models: Iterable[str], layouts: Mapping[str, ModuleLay
 
 
 def row_dealing(modules: Mapping[str, ModuleSpec], layouts: Mapping[str, ModuleLayout]) -> dict[str, Dealing]:
-    """Return module with context parallelism -> how its rows are dealt, by FLOPs and the travel of keys."""
+    """Return module with context parallelism by keys -> how its rows are dealt, by FLOPs and the travel of keys."""
     dealing = {}
     for name, layout in layouts.items():
-        if layout.cp > 1:
+        if layout.cp > 1 and layout.cp_form != "heads":
             shape = modules[name]
             row, pair = float(shape.per_row.sum()), 2 * float(shape.per_pair.sum())  # half of a square is seen
             key = FLOPS_PER_BYTE * 2.0 * shape.keys * shape.blocks

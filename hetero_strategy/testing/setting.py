@@ -17,6 +17,7 @@ from hetero_strategy import ragged
 from hetero_strategy.layout.registry import fake_world
 from hetero_strategy.layout.spec import ModuleLayout, Placement, place
 from hetero_strategy.loading.batch import Batch
+from hetero_strategy.loading.steps import RankView
 from hetero_strategy.model.context import in_context
 from hetero_strategy.model.inputs import IGNORE, EncoderInputs, ModuleInputs, Packing, SequenceInputs
 from hetero_strategy.model.multimodal import MultimodalModel
@@ -190,7 +191,7 @@ class Setting:
             seat = placement.coordinate(module, rank)
             if seat is None:
                 continue
-            context = seat.context, placement.layouts[module].cp
+            context = RankView.of(placement, [module], rank).cp.get(module)
             generator = torch.Generator()
             inputs[module] = tuple(
                 None
@@ -349,7 +350,7 @@ def _items(
 
 
 def _tokens(
-    plan: StepPlan, number: int, instance: int, context: tuple[int, int], generator: torch.Generator
+    plan: StepPlan, number: int, instance: int, context: tuple[int, int, bool] | None, generator: torch.Generator
 ) -> SequenceInputs:
     assignment, known = plan.assignments["llm"][number], plan.metadata
     units, lengths = assignment.of(instance), assignment.inner_rows_of(instance)
@@ -365,4 +366,7 @@ def _tokens(
         if t == number
     }
     made = SequenceInputs(ids, labels, Packing.of(lengths), slots=places)
-    return made if context == (0, 1) else in_context(made, context[0], assignment.dealt(instance, context[1]))
+    if context is None:
+        return made
+    own, ranks, by_heads = context
+    return in_context(made, own, assignment.dealt(instance, ranks), by_heads=by_heads)

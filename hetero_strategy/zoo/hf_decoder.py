@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import reduce
+from math import gcd
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -96,6 +97,7 @@ class HFCausalLM(HFAdapter, CausalLM):
         self.ruleless = "layers that keep a state from row to row" if mixers else chunked
         self.context_parallel = all(parts.attention) and not self.ruleless
         self.context_width = max((call.context_width for call in calls), default=0)
+        self.attention_heads = gcd(*(call.heads for call in calls))
         self.width = self.hidden_width = text.hidden_size
         self.vocab_size, self.head_rows = text.vocab_size, head_rows_of(text.vocab_size)
         self.checkpoint = checkpoint

@@ -153,6 +153,7 @@ class TitanLlama(CausalLM):
         self.vocab_size, self.head_rows = args.vocab_size, head_rows_of(args.vocab_size)
         self.max_length = args.max_seq_len
         self.context_width = 2 * (args.n_kv_heads or args.n_heads) * (args.dim // args.n_heads)
+        self.attention_heads = args.n_heads
         self.checkpoint = checkpoint
         self.model = _titan().Transformer(args)
         for block in self.model.layers.values():

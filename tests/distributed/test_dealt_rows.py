@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +19,12 @@ pytestmark = pytest.mark.distributed
 WAYS = ("alone", "tp", "1f1b", "zb_h1", "dp", "FSDP", "recompute")
 
 
-def setting_with(folders: dict[bool, str], cp: int, way: str, order: str = "auto") -> Setting:
+def setting_with(folders: dict[bool, str], cp: int, way: str, **of_llm: Any) -> Setting:
     """Encoders of their own beside a language model whose rows are dealt."""
     more = {"tp": {"tp": 2}, "1f1b": {"pp": 2}, "zb_h1": {"pp": 2}, "dp": {"dp_replicate": 2, "dp_shard": 1}}
     degrees = more.get(way, {"dp_shard": 2} if way == "FSDP" else {})
     world = cp * max(degrees.values(), default=1)
-    llm = on(*range(world), cp=cp, cp_order=order, **({"dp_shard": 1} | degrees))
+    llm = on(*range(world), cp=cp, **({"dp_shard": 1} | degrees | of_llm))
     layouts = {"vision": on(0, 1), "audio": on(world - 1), "llm": llm}
     schedule = "zb_h1" if way == "zb_h1" else "1f1b"
     options = {"transforms": {"llm": {"recompute": "all"}}} if way == "recompute" else {}
@@ -63,7 +64,7 @@ def test_instances_without_samples_and_with_few_rows_take_part(pool: Pool, folde
 
 @pytest.mark.parametrize("order", ["zigzag", "blocks"])
 def test_other_orders_give_the_same(pool: Pool, folders: dict[bool, str], order: str) -> None:
-    check(pool, [setting_with(folders, 2, "alone", order)])
+    check(pool, [setting_with(folders, 2, "alone", cp_order=order)])
 
 
 def test_a_piece_that_one_rank_deals_otherwise_is_refused(pool: Pool, folders: dict[bool, str]) -> None:

@@ -87,6 +87,7 @@ def test_all_faults_at_once() -> None:
         ({"ranks": [0], "split": 2}, "split=2 is not a list of whole numbers"),
         ({"ranks": [0], "split": "12"}, "split='12' is not a list"),
         ({"ranks": [0], "pp_style": 1}, "pp_style=1 is not 'loop' or 'v'"),
+        ({"ranks": [0], "cp_form": "rings"}, "cp_form='rings' is not 'keys' or 'heads'"),
         ({"ranks": [0, True]}, "ranks=[0, True] is not a whole number or a list"),
         ({"ranks": [0.0, 1.7]}, "ranks=[0.0, 1.7] is not a whole number or a list"),
         ({"ranks": 2, "pp": 2, "split": [1.5, 1]}, "split=[1.5, 1] is not a list"),

@@ -434,4 +434,4 @@ def test_a_window_levels_steps_and_keeps_every_sample(index: DatasetIndex) -> No
 def test_a_rank_knows_which_of_its_instances_context_parallel_ranks_it_is() -> None:
     placement = place({"vision": ModuleLayout(16), "llm": ModuleLayout(16, cp=4, tp=2)}, 16)
     found = [RankView.of(placement, ("vision", "llm"), rank).cp for rank in range(16)]
-    assert found == [{"llm": (number // 2, 4)} for number in range(8)] * 2
+    assert found == [{"llm": (number // 2, 4, False)} for number in range(8)] * 2

@@ -209,7 +209,7 @@ def test_what_are_no_sequences_is_refused() -> None:
 def test_attention_to_later_rows_is_refused() -> None:
     own = in_context(inputs_of([8]), 0, two_chunks(8, 2))
     rows = torch.randn(1, 2, 4, 8)
-    with pytest.raises(ModelError, match="not causal does not know context parallelism: set cp=1"):
+    with pytest.raises(ModelError, match="not causal does not know context parallelism by keys: set cp=1 or"):
         packed_attention(rows, rows, rows, own.packing, causal=False)
 
 

@@ -162,6 +162,11 @@ def test_layouts_that_do_not_fit_the_module_are_refused(monkeypatch: pytest.Monk
 def test_context_parallelism_is_for_modules_that_are_made_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("titan", "tied"):
         check_all({"llm": MAKE[kind]()}, {"llm": ModuleLayout(ranks=4, cp=2, tp=2).resolved()})
+    check_all({"llm": MAKE["titan"]()}, {"llm": ModuleLayout(ranks=4, cp=2, tp=2, cp_form="heads").resolved()})
+    assert (
+        "layout of 'llm': cp_form='heads' divides 4 heads over tp 2 x cp 4 = 8 ranks; set cp=2, or cp_form='keys'"
+        in faults("titan", ranks=8, cp=4, tp=2, cp_form="heads")
+    )
     own = type("Own", (RowSharding,), {})
     monkeypatch.setattr(TitanLlama, "row_sharding", lambda _, layout: own(layout.tp))
     check_all({"llm": MAKE["titan"]()}, {"llm": ModuleLayout(ranks=2, tp=2).resolved()})  # a way of its own

@@ -1,0 +1,131 @@
+"""Context parallelism by heads: rows are exchanged for heads around attention, and every gradient is that of one
+process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hetero_strategy.errors import ModelError
+from hetero_strategy.mask import BidirectionalItems, ItemsAlone, MaskRule, Prefix, Spans, by_window
+from hetero_strategy.model import head_exchange
+from hetero_strategy.model.attention import packed_attention
+from hetero_strategy.model.context import in_context
+from hetero_strategy.model.head_exchange import HeadExchange
+from hetero_strategy.model.inputs import Packing, SequenceInputs
+from hetero_strategy.testing import Pool
+from tests.distributed.exact import NOTICED, expected
+from tests.distributed.stepping import Setting, steps_on_rank
+from tests.distributed.test_dealt_rows import check, setting_with
+
+pytestmark = pytest.mark.distributed
+
+LENGTHS = [5, 0, 7, 12]
+RULES: tuple[MaskRule | None, ...] = (None, ItemsAlone(), BidirectionalItems(window=3), Prefix())
+HEADS = ((6, 6), (6, 2), (6, 3), (12, 4), (6, 1))
+"""Query heads and key heads."""
+
+
+def packing_by(rule: MaskRule | None, lengths: Sequence[int] = LENGTHS) -> Packing:
+    spans = Spans(*(np.array(x) for x in ([0, 2, 3], [1, 0, 2], [3, 7, 8], ["vision"] * 3)), np.array([2, 0, 0, 11]))
+    packing = Packing.of(np.array(lengths))
+    rules = {} if rule is None else by_window(rule, [None])
+    packing.masks = {
+        window: torch.from_numpy(one.slices(packing.lengths, spans).intervals()) for window, one in rules.items()
+    }
+    return packing
+
+
+def worst_errors(rank: int, world: int) -> dict[str, float]:
+    """Largest error of a result or gradient of this rank, by case; and sent numbers less those of the least."""
+    sent: list[int] = []
+    all_to_all = head_exchange._all_to_all
+
+    def counted(parts: Tensor, group: str) -> Tensor:
+        sent.append(parts.numel() * (world - 1) // world)
+        return all_to_all(parts, group)
+
+    head_exchange._all_to_all = counted
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    found = {}
+    cases: list[tuple[Any, ...]] = [(rule, heads, True) for rule in RULES for heads in HEADS]
+    for rule, (heads, key_heads), causal in [*cases, (None, (6, 2), False), (None, (6, 6), False)]:
+        torch.manual_seed(0)
+        packing, options = packing_by(rule), {"causal": causal, "softcap": 3.0 if rule is None else None}
+        rows = [
+            torch.randn(1, 24, count, width, dtype=torch.float64).transpose(1, 2).requires_grad_()
+            for count, width in ((heads, 6), (key_heads, 6), (key_heads, 6))
+        ]
+        sinks = torch.randn(heads, dtype=torch.float64, requires_grad=True)
+        expected = packed_attention(*rows, packing, sinks=sinks, **options)
+        weight = torch.randn_like(expected)
+        wanted = torch.autograd.grad(expected, [*rows, sinks], weight)
+        ids = torch.arange(24)
+        dealt = np.arange(24).reshape(world, -1)
+        own = in_context(SequenceInputs(ids, ids, packing), rank, dealt, by_heads=True).packing
+        assert isinstance(own.context, HeadExchange)
+        own.context.group = group
+        mine, part = slice(*dealt[rank][[0, -1]] + [0, 1]), [x.detach() for x in rows]
+        part = [x[:, :, mine].requires_grad_() for x in part]
+        sent.clear()
+        out = packed_attention(*part, own, sinks=sinks, **options)
+        if key_heads % world == 0:
+            numbers = sum(x.numel() for x in (*part, out)) * (world - 1) / world
+            found[f"bytes {heads} {key_heads}"] = abs(sum(sent) - numbers)
+        made = [*torch.autograd.grad(out, [*part, sinks], weight[:, :, mine])]
+        dist.all_reduce(made[-1])
+        errors = [x - y[:, :, mine] for x, y in zip((out, *made[:3]), (expected, *wanted[:3]), strict=True)]
+        found[f"{rule} {heads} {key_heads} {causal}"] = max(
+            float(e.abs().max()) for e in (*errors, made[3] - wanted[3])
+        )
+    with pytest.raises(ModelError, match=f"5 heads on a rank cannot be divided over cp={world} ranks"):
+        packed_attention(*(torch.zeros(1, 5, 24 // world, 6) for _ in range(3)), own, causal=True)
+    return found
+
+
+@pytest.mark.parametrize("cp", [2, 3])
+def test_attention_with_any_mask_and_heads_is_that_of_all_rows(pool: Pool, cp: int) -> None:
+    """Key heads are repeated where ranks are more; the exchange sends the least: all but a rank's own share."""
+    for found in pool.run(cp, worst_errors):
+        assert len(found) > len(RULES) * len(HEADS)
+        assert not {case: error for case, error in found.items() if not error < 1e-12}
+
+
+def language_model_by_heads(folders: dict[bool, str], way: str) -> Setting:
+    """Fewer key heads than ranks with tensor parallelism."""
+    return replace(setting_with(folders, 2, way, cp_form="heads"), kv_heads=2)
+
+
+def test_a_language_model_may_exchange_heads(pool: Pool, folders: dict[bool, str]) -> None:
+    steps = check(pool, [language_model_by_heads(folders, way) for way in ("tp", "zb_h1", "FSDP")])
+    assert all(one.order is None for step in steps for one in step.plan.assignments["llm"])
+
+
+def swapped(rank: int, world: int, setting: Setting, right: bool) -> float:
+    """Largest error of a gradient where rank 1 swaps two of its heads, and none if it does not."""
+    to_heads = HeadExchange.to_heads
+
+    def wrong(exchange: HeadExchange, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return to_heads(exchange, query.flip(1), key, value)
+
+    if rank == 1 and not right:
+        HeadExchange.to_heads = wrong  # type: ignore[method-assign]
+    try:
+        (step,) = steps_on_rank(rank, world, setting, expected(setting), (2,), 0).steps
+    finally:
+        HeadExchange.to_heads = to_heads  # type: ignore[method-assign]
+    return max(step.errors.values())
+
+
+def test_a_swapped_head_is_noticed(pool: Pool, folders: dict[bool, str]) -> None:
+    setting = language_model_by_heads(folders, "alone")
+    assert max(pool.run(2, swapped, setting, True)) < 1e-10
+    assert max(pool.run(2, swapped, setting, False)) > NOTICED
