@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,11 +17,13 @@ from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from typing_extensions import override
 
+from hetero_strategy import ragged
 from hetero_strategy.errors import HeteroError
 from hetero_strategy.layout.spec import ModuleLayout, Placement, place
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.loading.steps import RankView, StepDataset
+from hetero_strategy.mask import RULES, BidirectionalItems, Causal, MaskRule, Spans, Words, by_window
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.combine import StepSums
 from hetero_strategy.model.inputs import EncoderInputs
@@ -124,6 +127,8 @@ class Setting:
     """Where a test does not say; None: by budget."""
     precision: str = "64-true"
     """Or another key of :data:`PRECISIONS`."""
+    attention: Mapping[str, str] = field(default_factory=dict)
+    """Language model -> key of :data:`ATTENTION`; default: causal."""
     late: float = 0.0
     """Seconds by which messages between ranks are late, at most."""
 
@@ -167,7 +172,8 @@ class Setting:
         layers = (self.vision_layers, self.audio_layers, self.llm_layers, self.draw_layers)
         weights = tuple(self.loss_weights.items())
         model = (self.modules, self.lm, self.tied, self.kv_heads, self.freeze, layers, self.edges, weights, self.unused)
-        others = (tuple(sorted(options.items())) for options in (self.dropout, self.chosen("float8")))
+        options = (self.dropout, self.chosen("float8"), self.attention)
+        others = (tuple(sorted(each.items())) for each in options)
         return (self.folder, *model, *others, self.batches, self.precision)
 
 
@@ -206,6 +212,24 @@ LANGUAGE_MODELS: dict[str, Callable[..., Any]] = {
 }
 
 
+def words_of_items(lengths: np.ndarray, spans: Spans) -> np.ndarray:
+    """Return Cornstarch's words: text sees the first kind of items, of two that take turns."""
+    words = np.full(int(lengths.sum()), 1 | 2, np.int64)
+    first = ragged.starts(lengths)[spans.sequence] + spans.start
+    words[ragged.expand(first, spans.rows)] = np.repeat(2 << np.arange(len(first)) % 2, spans.rows)
+    return words
+
+
+ATTENTION: dict[str, MaskRule] = {
+    **RULES,
+    "window": Causal(7),
+    "items in a window": BidirectionalItems(window=7),
+    "items beyond a window": BidirectionalItems(window=7, whole_items=True),
+    "words": Words(words_of_items),
+}
+"""Rules of attention by the name that a setting has for them."""
+
+
 def model_of(setting: Setting, vocabulary: int) -> MultimodalModel:
     """The same small model for every layout."""
     modules: dict[str, Any] = {}
@@ -237,6 +261,8 @@ def model_of(setting: Setting, vocabulary: int) -> MultimodalModel:
                 num_attention_heads=4, num_key_value_heads=setting.kv_heads, head_dim=8, max_position_embeddings=512,
                 tie_word_embeddings=setting.tied, **attention,
             )  # fmt: skip
+    for name, rule in setting.attention.items():
+        modules[name].attend_by(ATTENTION[rule])
     for name in setting.per_item:
         modules[name].after = item_by_item
     for name in setting.unused:
@@ -291,13 +317,17 @@ def steps_of(
     balancing = ResolvedBalance(dealing=around.dealing) if around.dealing else None
     if setting.balance is not None:
         balancing = BalanceConfig.of(setting.balance).resolve(share.instances, around)
+    kinds = kinds_of(setting.layouts)
+    for name, rule in setting.attention.items():
+        kinds[name] = copy(kinds[name])
+        cast(Any, kinds[name]).rules = by_window(ATTENTION[rule], (None,))
     return Steps(
         setting.batches,
         made.indices["train"],
         made.processors,
         setting.flows(),
         share,
-        kinds=kinds_of(setting.layouts),
+        kinds=kinds,
         microbatches=microbatches,
         microbatch_rows=setting.tokens,
         balancing=balancing,

@@ -15,7 +15,7 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.policies import SCHEDULES, schedule_policy
 from recipes.digits import write_digits, write_digits_draw
-from tests.distributed.stepping import ITEM_MODULES, Setting, by_module
+from tests.distributed.stepping import ATTENTION, ITEM_MODULES, Setting, by_module
 
 SAMPLES = 40
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
@@ -37,7 +37,7 @@ FOCUS = {"vision": 1, "audio": 1, "llm": 1, "draw": 1}
 
 PLAIN = ("balance", "tokens", "freeze", "transforms", "max_in_flight",
          "reshard_after_forward", "edges", "loss_weights", "kv_heads", "ranks_per_node", "tied", "dropout",
-         "precision", "late", "lm", "per_item", "unused", "pieces", "fill",
+         "precision", "attention", "late", "lm", "per_item", "unused", "pieces", "fill",
          "schedule")  # fmt: skip
 """Options that a smaller setting has as they are by default, in the order in which that is tried."""
 
@@ -164,6 +164,7 @@ class _Drawing:
             tied=lm != "titan" and self.often(0.4),
             dropout=dropout,
             precision=self.one_of(precisions),
+            attention={n: rng.choice(list(ATTENTION)) for n in modules if n not in ITEM_MODULES and self.often(0.4)},
             late=round(rng.uniform(0.001, 0.02), 4) if self.often(0.35) else 0.0,
             batches=batches,
             microbatches=None if auto else rng.randint(1, min(6, largest)),
@@ -246,7 +247,7 @@ class _Drawing:
                 count //= factor
                 heads = factor == 2 and found["tp"] < 4
                 many = not self.single
-                cuts = module not in ITEM_MODULES and found["cp"] == 1 and factor < 5
+                cuts = module not in ITEM_MODULES and found["cp"] * factor <= 4
                 degree = self.one_of(
                     {"dp_replicate": 2 * many, "dp_shard": 3 * many, "cp": 3 * cuts, "tp": 3 * heads, "pp": 4}
                 )
@@ -418,6 +419,7 @@ def _without(setting: Setting, module: str) -> Setting:
         transforms={n: v for n, v in setting.transforms.items() if n != module},
         pieces={n: v for n, v in setting.pieces.items() if n != module},
         loss_weights={n: v for n, v in setting.loss_weights.items() if n != module},
+        attention={n: v for n, v in setting.attention.items() if n != module},
         max_in_flight={n: v for n, v in setting.max_in_flight.items() if n != module},
         tokens={n: v for n, v in setting.tokens.items() if n != module},
         balance=balance,

@@ -1,6 +1,7 @@
 """Does any setting give other gradients than one process? Draws settings at random and runs each on real processes.
 
     python -m tests.fuzz --count 100 --seed 0
+    python -m tests.fuzz --count 300 --degree cp
     python -m tests.fuzz --setting '{"layouts": ...}'
 
 A setting is a model (encoders, language models, a generator), a layout for every module, what is frozen, an order, ways
@@ -13,6 +14,7 @@ message. One that fails is made as small as it can be while it still fails, and 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -103,6 +105,11 @@ def run(
     return found("wrong", "; ".join(wrong[:8])) if wrong else found("right")
 
 
+def with_degree(setting: Setting, degree: str) -> bool:
+    """Return whether some module's layout has more than 1 of a degree, or leaves it to be derived."""
+    return any(layout.get(degree, 1) != 1 for layout in setting.layouts.values())
+
+
 def shrunk(failing: Found, again: Callable[[Setting], Found], most: int) -> Found:
     """The smallest setting found that fails in the same way, trying at most so many."""
     tried = {line(failing.setting)}
@@ -168,6 +175,7 @@ def run_all(
     most: int = 60,
     held_up: str = "",
     minutes: float = math.inf,
+    degree: str = "",
     say: Callable[[str], None] = print,
 ) -> list[Found]:
     """Draw settings and run them; failures are told, shrunk, as they occur.
@@ -182,6 +190,7 @@ def run_all(
         most: settings that are tried to make a failing one smaller.
         held_up: see :func:`run`.
         minutes: after which no further setting starts.
+        degree: field of layouts that is above 1 in some module of each setting; empty: any setting.
         say: where failures are told.
     """
 
@@ -203,8 +212,9 @@ def run_all(
             say(f"  {found.text.strip()[-2000:]}\n  --setting '{line(found.setting)}'")
         return found
 
+    wanted = (n for n in itertools.count() if not degree or with_degree(draw(seed, n, data), degree))
     with ThreadPoolExecutor(worlds) as threads:
-        ran = tqdm(threads.map(one, range(count)), total=count, mininterval=30)
+        ran = tqdm(threads.map(one, itertools.islice(wanted, count)), total=count, mininterval=30)
         return [found for found in ran if found is not None]
 
 
@@ -216,6 +226,7 @@ def main(argv: list[str] | None = None, pool: Pool | None = None) -> dict[str, A
     parser.add_argument("--count", type=int, default=100, help="settings to draw")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further setting starts")
     parser.add_argument("--seed", type=int, default=0, help="of the settings")
+    parser.add_argument("--degree", default="", help="draw only settings with more than 1 of it, such as cp")
     parser.add_argument("--setting", metavar="JSON", help="run this one, as a failing one was printed")
     parser.add_argument("--worlds", type=int, default=2, help="settings that run at a time")
     parser.add_argument("--timeout", type=float, default=60, help="seconds after which a setting counts as hung")
@@ -232,7 +243,7 @@ def main(argv: list[str] | None = None, pool: Pool | None = None) -> dict[str, A
         else:
             found = run_all(
                 pool, data, args.count, args.seed, worlds=args.worlds, timeout=args.timeout, most=args.shrink,
-                held_up=args.held_up, minutes=args.minutes,
+                held_up=args.held_up, minutes=args.minutes, degree=args.degree,
                 say=lambda text: print(text, flush=True),
             )  # fmt: skip
     results = summary(found, time.monotonic() - began)

@@ -9,7 +9,7 @@ import pytest
 from hetero_strategy.schedule.policies import schedules
 from hetero_strategy.testing import Pool
 from tests.distributed.exact import on
-from tests.distributed.stepping import Setting
+from tests.distributed.stepping import ATTENTION, Setting
 from tests.fuzz.drawn_settings import FOCUS, RECOMPUTES, Data, draw, smaller
 from tests.fuzz.settings import data_folder, line, main, masked, of_line, run, run_all, shrunk
 
@@ -70,6 +70,8 @@ def test_draws_are_their_numbers_and_cover_everything(data: dict[bool, Data]) ->
     layouts = [layout for s in drawn for layout in s.layouts.values()]
     for field in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "vpp", "split", "pp_style"):
         assert sum(field in layout for layout in layouts) > 10
+    assert {layout.get("cp", 1) for layout in layouts} >= {1, 2, 3, 4}
+    assert {rule for s in drawn for rule in s.attention.values()} == {*ATTENTION}
     assert any(-1 in layout.values() for layout in layouts) and {s.world for s in drawn} >= {1, 2, 3, 4, 6, 8}
     again = {(name, way, s.precision != "64-true") for s in drawn for name, way in s.chosen("recompute").items()}
     assert again >= {(name, way, True) for name in FOCUS for way in RECOMPUTES}
