@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,80 +13,22 @@ from hetero_strategy.mask import (
     Causal,
     Full,
     ItemsAlone,
-    MaskRule,
     Prefix,
     Slices,
     Spans,
     Words,
     rule_faults,
 )
-
-Pairs = Callable[[], np.ndarray]
-
-
-class Draw:
-    """Sequences with items of two modules, and what dense masks need of each row."""
-
-    def __init__(self, seed: int) -> None:
-        rng = self.rng = np.random.default_rng(seed)
-        longest = (1, 8, 40)[seed % 3]
-        self.lengths = rng.integers(0, longest + 1, rng.integers(1, 6))
-        self.sequence, self.position, self.item, self.source = ([] for _ in range(4))
-        items = []
-        for number, length in enumerate(self.lengths.tolist()):
-            of_row, position = [-1] * length, 0
-            while (position := position + int(rng.integers(0, 9))) < length:
-                rows = min(int(rng.integers(0, 12)), length - position)
-                items.append((number, position, rows, ("vision", "audio")[int(rng.integers(2))]))
-                of_row[position : position + rows] = [len(items) - 1] * rows
-                position += rows
-            self.sequence += [number] * length
-            self.position += range(length)
-            self.item += of_row
-        self.source = [items[item][3] if item >= 0 else "" for item in self.item]
-        self.window, shuffled = int(rng.integers(1, 16)), [items[at] for at in rng.permutation(len(items))]
-        self.prompts = np.array([int(rng.integers(0, length + 1)) for length in self.lengths], np.int64)
-        columns = [np.array([line[at] for line in shuffled], np.int64) for at in range(3)]
-        self.spans = Spans(*columns, np.array([line[3] for line in shuffled], "U6"), self.prompts)
-        self.words = np.where(
-            np.array(self.item, np.int64) < 0,
-            1 | 2 * rng.integers(0, 8, 6)[np.array(self.sequence, np.int64)],
-            2 ** (1 + np.array(self.item, np.int64) % 3),
-        ).astype(np.int64)
-
-    def cases(self) -> list[tuple[MaskRule, Pairs]]:
-        q, k = np.ix_(*[np.arange(len(self.item))] * 2)
-        sequence, position, item = (np.array(x, np.int64) for x in (self.sequence, self.position, self.item))
-        together, back = sequence[q] == sequence[k], k <= q
-        near = back & (q - k < self.window)
-        same = (item[q] == item[k]) & (item[q] >= 0)
-        images = same & (np.array(self.source, "U6")[q] == "vision")
-        asked = (position[q] < self.prompts[sequence[q]]) & (position[k] < self.prompts[sequence[k]])
-        w, words = self.window, self.words
-        text = (words[q] & 1) == 1
-        bits = np.where(text, back & ((words[q] & words[k]) != 0), words[q] == words[k])
-        return [
-            (Causal(), lambda: together & back),
-            (Causal(w), lambda: together & near),
-            (Full(), lambda: together),
-            (Prefix(), lambda: together & (back | asked)),
-            (BidirectionalItems(), lambda: together & (back | same)),
-            (BidirectionalItems(("vision",)), lambda: together & (back | images)),
-            (BidirectionalItems(("vision",), w), lambda: together & (back | images) & (q - k < w)),
-            (BidirectionalItems(None, w, whole_items=True), lambda: together & (near | same)),
-            (ItemsAlone(), lambda: np.where(item[q] >= 0, same, together & back)),
-            (ItemsAlone(("vision",)), lambda: np.where(images.any(1)[:, None], images, together & back)),
-            (Words(lambda *_: words), lambda: together & bits),
-        ]
+from hetero_strategy.testing.drawn_masks import DrawnMask
 
 
 @pytest.mark.parametrize("part", range(5))
 def test_slices_are_the_mask(part: int) -> None:
     """500 draws: the pairs of each row, the pairs and the keys between any edges; two slices never have one pair."""
     for seed in range(part, 500, 5):
-        draw = Draw(seed)
-        rule, pairs = draw.cases()[seed // 5 % 11]
-        wanted, slices = pairs(), rule.slices(draw.lengths, draw.spans)
+        draw = DrawnMask(seed)
+        rule, wanted = draw.case(seed // 5)
+        slices = rule.slices(draw.lengths, draw.spans)
         total = len(wanted)
         low, high = slices.intervals()
         keys = np.arange(total)[:, None, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,34 +20,22 @@ from hetero_strategy.mask import BidirectionalItems, Causal, ItemsAlone, MaskRul
 from hetero_strategy.model import attention
 from hetero_strategy.model.attention import block_mask, packed_attention
 from hetero_strategy.model.block_attention import _backward, attend_in_blocks
-from hetero_strategy.model.inputs import Packing
+from hetero_strategy.model.inputs import Packing, SequenceInputs
 from hetero_strategy.model.kind import ModuleKind, check_edges
 from hetero_strategy.model.read_spec import spec_of_module
+from hetero_strategy.testing.drawn_masks import DrawnMask, dense_attention
 from hetero_strategy.zoo import hf_llama
 from hetero_strategy.zoo.hf_causal_lm import hf_causal_lm
 from tests.model.helpers import ready
-from tests.test_mask import Draw
 from tests.zoo.families import TINY
 from tests.zoo.test_hf_positions import units_of
-
-
-def dense(rows: list[Tensor], mask: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
-    query, key, value = rows
-    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
-    scores = query @ key.transpose(2, 3) * 0.3
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], 3)
-    return scores.softmax(3)[..., : key.shape[2]] @ value
 
 
 def drawn(total: int, width: int = 4) -> list[Tensor]:
     return [torch.randn(1, heads, total, width, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
 
 
-def packing_of(draw: Draw, rule: Any) -> Packing:
+def packing_of(draw: DrawnMask, rule: Any) -> Packing:
     packing = Packing.of(draw.lengths)
     packing.masks = {None: torch.from_numpy(rule.slices(draw.lengths, draw.spans).intervals())}
     return packing
@@ -58,9 +46,9 @@ def test_500_masks_attend_as_dense_ones(part: int, monkeypatch: pytest.MonkeyPat
     """Forward and backward, fp64, shared keys, in blocks of 16 rows; every other draw with soft cap and sinks."""
     monkeypatch.setattr("hetero_strategy.model.block_attention.BLOCK", 16)
     for seed in range(part, 500, 4):
-        draw = Draw(seed)
-        rule, pairs = draw.cases()[seed // 4 % 11]
-        mask, rows = torch.from_numpy(pairs()), drawn(int(draw.lengths.sum()))
+        draw = DrawnMask(seed)
+        rule, pairs = draw.case(seed // 4)
+        mask, rows = torch.from_numpy(pairs), drawn(int(draw.lengths.sum()))
         if not len(mask):
             continue
         more = (
@@ -68,7 +56,7 @@ def test_500_masks_attend_as_dense_ones(part: int, monkeypatch: pytest.MonkeyPat
         )
         leaves: Any = [*rows, *(x for x in more.values() if isinstance(x, Tensor))]
         out = packed_attention(*rows, packing_of(draw, rule), causal=True, scale=0.3, **more)
-        wanted, weight = dense(rows, mask, more.get("softcap"), more.get("sinks")), torch.randn_like(out)
+        wanted, weight = dense_attention(*rows, mask, scale=0.3, **more), torch.randn_like(out)
         torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
         both = (torch.autograd.grad(x, leaves, weight) for x in (out, wanted))
         for ours, theirs in zip(*both, strict=True):
@@ -80,14 +68,14 @@ def test_500_masks_attend_as_dense_ones(part: int, monkeypatch: pytest.MonkeyPat
 )
 def test_flex_attention_gives_the_same(more: dict[str, Any]) -> None:
     """As torch runs it without a compiler, on the host."""
-    for draw in (Draw(2), Draw(5)):
+    for draw in (DrawnMask(2), DrawnMask(5)):
         for rule, pairs in draw.cases()[1::3]:
             mask = torch.from_numpy(pairs())
             rows = [x.detach().float() for x in drawn(len(mask), 16)]
             packing = packing_of(draw, rule)
             options = attention._Options(True, scale=0.3, **more)
             out = attention._in_flex(*rows, packing.masks[None], options)
-            torch.testing.assert_close(out, dense(rows, mask, more.get("softcap"), more.get("sinks")))
+            torch.testing.assert_close(out, dense_attention(*rows, mask, scale=0.3, **more))
 
 
 def image_between(total: int, image: int) -> tuple[np.ndarray, Spans]:
@@ -108,6 +96,26 @@ def test_block_masks_are_those_of_torch(rule: Any) -> None:
     assert torch.equal(ours.to_dense(), theirs.to_dense()) and not ours.to_dense().all()
 
 
+def test_blocks_of_500_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pair is missed, and no pair of a whole block is hidden; with one interval a row the blocks are the fewest."""
+    monkeypatch.setattr("hetero_strategy.model.attention.BLOCK", 16)
+    for seed in range(500):
+        draw = DrawnMask(seed)
+        rule, pairs = draw.case(seed)
+        if not (total := len(pairs)):
+            continue
+        mask = torch.from_numpy(rule.slices(draw.lengths, draw.spans).intervals())
+        blocks = block_mask(mask, total)
+        count = -(-total // 16)
+        square = np.zeros((16 * count, 16 * count), bool)
+        square[:total, :total] = pairs
+        by_block = square.reshape(count, 16, count, 16).swapaxes(1, 2)
+        fewest, visited = by_block.any((2, 3)), blocks.to_dense()[0, 0].numpy() > 0
+        assert (visited >= fewest).all() and (mask.shape[1] > 1 or (visited == fewest).all()), seed
+        for row, many in enumerate(blocks.full_kv_num_blocks[0, 0].tolist()):
+            assert by_block[row, blocks.full_kv_indices[0, 0, row, :many].numpy()].all(), seed
+
+
 def test_block_masks_of_several_intervals_miss_nothing() -> None:
     lengths, spans = image_between(1500, 300)
     words = np.ones(1500, np.int64)
@@ -119,32 +127,35 @@ def test_block_masks_of_several_intervals_miss_nothing() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that any operator makes."""
+    """The numbers of the largest tensor that any operator makes, those inside attention block by block, too."""
 
     numbers = 0
+    inside: ClassVar = {op._opoverload: op._init_fn for op in (attend_in_blocks, _backward)}
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.inside:
+            with self:
+                return self.inside[func](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         self.numbers = max([self.numbers, *(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))])
         return out
 
 
 def test_no_tensor_has_all_pairs() -> None:
-    """Forward and backward of 3,000 rows: blocks of 128 rows, and at most all keys."""
-    lengths, spans = image_between(3000, 700)
-    rows, mask = (
-        [x.detach().float() for x in drawn(3000)],
-        torch.from_numpy(ItemsAlone().slices(lengths, spans).intervals()),
-    )
+    """A language model's forward and backward of 1,500 rows: blocks of 128 rows, and at most all keys."""
+    lengths, spans = image_between(1500, 300)
+    llm = ready(hf_llama(check=False, **TINY["llama"]), dtype=torch.float32)
+    llm.attend_by("items_alone")
+    ids, packing = torch.randint(3, 140, (1500,)), Packing.of(lengths)
+    packing.masks = llm.kind.masks(lengths, spans)
     with Largest() as made:
-        given = (*rows, mask[0], mask[1], None, None, 0.3, 0.0, 0.0)
-        attend_in_blocks._init_fn(*given)
-        _backward._init_fn(rows[0], *given)
-    assert 128 * 2000 <= made.numbers <= 4 * 128 * 3000 < 3000**2
+        llm(SequenceInputs(ids, ids, packing)).loss_sum.backward()
+    heads = TINY["llama"]["num_attention_heads"]
+    assert 128 * 1000 <= made.numbers <= heads * 128 * 1500 < 1500**2
     with Largest() as made:
-        block_mask(mask, 3000)
-    assert made.numbers <= 2 * 3072
+        block_mask(packing.masks[None], 1500)
+    assert made.numbers <= 2 * 1536
 
 
 def test_dropout_drops_the_same_weights_in_backward() -> None:
@@ -162,7 +173,7 @@ def test_dropout_drops_the_same_weights_in_backward() -> None:
 
 
 def test_a_window_without_a_mask_of_the_rule_is_refused() -> None:
-    packing = packing_of(draw := Draw(2), ItemsAlone())
+    packing = packing_of(draw := DrawnMask(2), ItemsAlone())
     rows = drawn(int(draw.lengths.sum()))
     with pytest.raises(ModelError, match=r"a layer has window=3, and its rule of attention knows windows \[None\]"):
         packed_attention(*rows, packing, causal=True, window=3)
