@@ -1,4 +1,4 @@
-"""Peak memory of every rank as the planner predicts it, beside that of real steps, over 30 layouts.
+"""Peak memory of every rank as the planner predicts it, beside that of real steps, over 38 layouts.
 
 Every layout runs on gloo processes: the model is made, two steps with AdamW, then one whose tensors are counted as
 operators make and free them (parameters, optimizer states, gathered weights, gradients, activations, rows on their way,
@@ -103,6 +103,12 @@ SETTINGS = (
     _setting("disjoint, frozen encoder pp 2", Layout((2,)), Layout((0, 1), pp=2), freeze=("vision",)),
     _setting("whole, dp_shard 2", Layout((0, 1)), Layout((0, 1)), transforms={"llm": {"recompute": "whole"}}),
     _setting("disjoint, encoder pp 2, llm pp 2, zb_h1", Layout((2, 3), pp=2), Layout((0, 1), pp=2), schedule="zb_h1"),
+    *(_setting(f"8 experts, ep {ep}", Layout(ROW, ep=ep), Layout(ROW), experts=8) for ep in (1, 2, 4)),
+    _setting("8 experts, ep 2, bf16", Layout(ROW, ep=2), experts=8, storage=MIXED),
+    _setting("8 experts, ep 2, once", Layout(ROW, ep=2), experts=8, storage=MIXED, reshard_after_forward="never"),
+    _setting("8 experts, tp 2, ep 4, bf16", Layout(ROW, tp=2, ep=4), experts=8, storage=MIXED),
+    _setting("8 experts, pp 2, ep 2", Layout(ROW, pp=2, ep=2), ALONE, experts=8),
+    _setting("8 experts, ep 4, recompute", Layout(ROW, ep=4), experts=8, transforms={"llm": AGAIN}),
 )
 
 
@@ -146,10 +152,15 @@ def steps_on_rank(rank: int, world: int, setting: Setting, copies: bool = False)
 
 @cache
 def known(
-    llm: tuple[int, int], vision: tuple[int, int], names: tuple[str, ...], freeze: tuple[str, ...], storage: Storage
+    llm: tuple[int, int],
+    vision: tuple[int, int],
+    experts: int,
+    names: tuple[str, ...],
+    freeze: tuple[str, ...],
+    storage: Storage,
 ) -> Any:
     """Return the shape and the activations of a model."""
-    model = Setting("", dict.fromkeys(names, ALONE), llm=llm, vision=vision, freeze=freeze).model()
+    model = Setting("", dict.fromkeys(names, ALONE), llm=llm, vision=vision, experts=experts, freeze=freeze).model()
     given: list[dict[str, Transform]] = [{"offload": Offload()}, {"recompute": Recompute(keeps_matmuls=True)}]
     ways = {
         name: {label: way for of in ({}, *given) for label, way in ways_of(len(module.blocks()), of).items()}
@@ -162,7 +173,8 @@ def predicted(setting: Setting, copies: bool = False) -> Memory:
     """Predict the memory of the step that :func:`steps_on_rank` runs."""
     shape: ModelSpec
     activations: Mapping[str, Activations]
-    shape, activations = known(setting.llm, setting.vision, tuple(setting.layouts), setting.freeze, setting.storage)
+    sizes, names = (setting.llm, setting.vision, setting.experts), tuple(setting.layouts)
+    shape, activations = known(*sizes, names, setting.freeze, setting.storage)
     precision = Precision(setting.storage.compute.itemsize, setting.storage.master.itemsize)
     plan, _, _, schedule = planned(setting, 0)
     placement, of = setting.blueprint.placement, setting.blueprint.options.transforms

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from hetero_strategy.strategy.dry_run import BuiltRank, DryRun, Fault
 from recipes import terminal
+from recipes.printed import parameters
 
 CATEGORIES = ("parameters", "buffers", "gradients", "states", "gathered", "rows")
 COUNTS = ("groups", "channels", "meets", "pieces", "actions", "transfers", "MB in a node", "MB between nodes")
@@ -25,6 +26,8 @@ def report(found: DryRun) -> None:
     for one in found.ranks:
         lanes.setdefault(one.lane, []).append(one)
     console.print(f"dry run of {found.world_size:,} ranks, of which {len(found.ranks)} were built", style="bold")
+    for name, shape in found.plan.spec.modules.items():
+        console.print(f"{name}: {parameters(shape.held(0, shape.blocks)[0], shape.active)} parameters")
     sizes = _table("GiB of a rank, without activations inside its stages", (*CATEGORIES, "all"))
     counts = _table("what a rank joins, runs, and sends in a step", COUNTS)
     for ranks in lanes.values():

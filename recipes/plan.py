@@ -49,6 +49,7 @@ from hetero_strategy.strategy.refusals import check_planned_schedule
 from recipes import build, cli, terminal
 from recipes.dry_run import report
 from recipes.layout_file import train_with, write_layout
+from recipes.printed import parameters
 from recipes.terminal import seconds
 
 SHOWN = 8
@@ -326,9 +327,8 @@ def modules(placed: Placed, planner: Planner) -> Table:
         table.add_column(column)
     for name, ranks, degrees in placed.placement.table():
         shape, work = planner.evaluator.shape.modules[name], planner.estimates.work(name, 1)
-        parameters, _ = shape.held(0, shape.blocks)
         whole = work.total + work.fixed * placed.candidate.microbatches
-        table.add_row(name, ranks, degrees, f"{parameters:,}", f"{whole:,.3g}")
+        table.add_row(name, ranks, degrees, parameters(shape.held(0, shape.blocks)[0], shape.active), f"{whole:,.3g}")
     return table
 
 

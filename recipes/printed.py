@@ -36,7 +36,10 @@ def print_report(report: dict[str, Any], folder: Path) -> None:
         line = Text(f"{example['question']!r} -> {example['prediction']!r}  (answer {example['answer']!r}) ")
         console.print(line + mark, end="\n\n")
     rows = [(r["module"], r["ranks"], r["degrees"]) for r in report["layouts"]]
-    console.print(_placement(rows, f"where each module lived, {report['processes']} processes", report["parameters"]))
+    counts = {
+        name: parameters(count, report["active_parameters"][name]) for name, count in report["parameters"].items()
+    }
+    console.print(_placement(rows, f"where each module lived, {report['processes']} processes", counts))
     table = Table(show_header=False, box=None)
     for name, value in _lines(report):
         table.add_row(name, value)
@@ -148,10 +151,15 @@ def _balance_lines(balance: dict[str, Any]) -> list[tuple[str, str]]:
     return [*lines, ("data", ", ".join(parts))] if parts else lines
 
 
-def _placement(rows: list[tuple[str, str, str]], title: str, parameters: dict[str, int]) -> Table:
+def parameters(held: int, active: int) -> str:
+    """Describe numbers of parameters that a module has and that a row passes."""
+    return f"{held:,}" + (f", {active:,} active" if active < held else "")
+
+
+def _placement(rows: list[tuple[str, str, str]], title: str, counts: dict[str, str]) -> Table:
     table = Table(title=title, title_justify="left")
-    for column in ("module", "ranks", "layout", *(["parameters"] if parameters else [])):
+    for column in ("module", "ranks", "layout", *(["parameters"] if counts else [])):
         table.add_column(column)
     for module, ranks, degrees in rows:
-        table.add_row(module, ranks, degrees, *([f"{parameters[module]:,}"] if parameters else []))
+        table.add_row(module, ranks, degrees, *([counts[module]] if counts else []))
     return table

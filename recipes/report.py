@@ -21,6 +21,7 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.spec import Placement
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.datamodule import MultimodalDataModule
+from hetero_strategy.model.read_spec import spec_of_module
 from hetero_strategy.monitor import BalanceMonitor, MemoryMonitor, ThroughputMonitor, TimelineMonitor
 from hetero_strategy.monitor.measure import Spent
 from hetero_strategy.monitor.throughput import Totals
@@ -198,6 +199,9 @@ def summarize(
         name: sum(p.numel() for p in adapter.meta_copy().parameters())
         for name, adapter in module.model.modules_by_name.items()
     }
+    active = {
+        name: spec_of_module(adapter.meta_copy()).active for name, adapter in module.model.modules_by_name.items()
+    }
     return {
         "split": split,
         "exact_match": metrics.get(f"{split}/exact_match"),
@@ -209,6 +213,7 @@ def summarize(
         "layouts": [{"module": m, "ranks": ranks, "degrees": degrees} for m, ranks, degrees in placed.table()],
         "processes": placed.world_size,
         "parameters": counts,
+        "active_parameters": active,
         "checkpoint": checkpoint,
         "examples": readback.examples(trainer.datamodule),  # type: ignore[attr-defined]
     }

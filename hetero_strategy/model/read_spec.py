@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -10,10 +10,10 @@ from torch import nn
 
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.mask import Causal, MaskRule, by_window
-from hetero_strategy.model.adapter import Adapter, linear_share
+from hetero_strategy.model.adapter import Adapter, linear_flops, linear_share
 from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.multimodal import MultimodalModel
-from hetero_strategy.model.spec import LARGEST_TP, ModelSpec, ModuleSpec
+from hetero_strategy.model.spec import LARGEST_TP, Experts, ModelSpec, ModuleSpec
 from hetero_strategy.model.tensor_parallel import divided_along, style_of
 
 Share = Callable[[nn.Module, str], float]
@@ -59,7 +59,7 @@ def spec_of_module(module: Adapter) -> ModuleSpec:
         moved=_moved(module, stages, [*module.blocks().values()]),
         stored=stored,
         kept=_kept(module, [*module.blocks().values()][-1:], int(module.hidden_width if blocks else module.width)),
-        largest=np.array([max((p.numel() for p in s.parameters() if p.requires_grad), default=0) for s in stages]),
+        largest=np.array([_largest(_besides_experts(s)) for s in stages], np.int64),
         buffers=max(sum(b.nbytes for b in s.buffers()) for s in stages),
         cuttable=module.can_be_cut and not in_no_stage(module),
         tied=tied,
@@ -70,6 +70,7 @@ def spec_of_module(module: Adapter) -> ModuleSpec:
         keys=module.context_width * (module.context_parallel and getattr(module, "before", None) is None),
         rules=_rules(module, len(stages)),
         own_units=module.kind.has_own_units,
+        experts=_experts(stages, module) if module.experts() else None,
     )
 
 
@@ -84,6 +85,15 @@ def _rules(module: Adapter, stages: int) -> tuple[tuple[MaskRule, Int64[np.ndarr
     rules = {**by_window(Causal(), seen), **module.kind.rules}
     counts = {window: np.array([list(of_stage).count(window) for of_stage in windows], np.int64) for window in seen}
     return tuple((rules[window], count) for window, count in counts.items())
+
+
+def expert_sizes(module: Adapter) -> dict[tuple[int, ...], str]:
+    """Return the number of experts and the second dimensions of their stacks -> FQN of the first such layer."""
+    first: dict[tuple[int, ...], str] = {}
+    for fqn, count in module.experts().items():
+        matrices = module.get_submodule(fqn).parameters()
+        first.setdefault((count, *sorted({p.shape[1] if p.ndim > 1 else 1 for p in matrices})), fqn)
+    return first
 
 
 def flops_by_length(
@@ -130,12 +140,12 @@ def _kept(module: Adapter, blocks: Sequence[nn.Module], width: int) -> Float64[n
     gates = [m for m in linears if m.out_features == widest > m.in_features][1:]
     norms = [type(m).__name__ for block in blocks for m in block.modules() if type(m).__name__.endswith("Norm")]
     inside: float = sum(max(m.in_features, m.out_features) for m in linears) + sum(m.out_features for m in gates)
-    inside += sum(sum(sizes) * visits for block in blocks for *sizes, visits in _experts(module, block))
+    inside += sum(sum(sizes) * visits for block in blocks for *sizes, visits in _stacks(module, block))
     between = sum(width * (4 if "RMS" in name else 1) for name in norms)
     return np.array([inside, between, 2 * width], np.float64)
 
 
-def _experts(module: Adapter, part: nn.Module) -> Iterator[tuple[int, int, float]]:
+def _stacks(module: Adapter, part: nn.Module) -> Iterator[tuple[int, int, float]]:
     """Yield sizes of the matrices in a part's stacks of experts, and how many of a stack a row visits."""
     for layer in part.modules():
         for name, weight in layer.named_parameters(recurse=False):
@@ -147,7 +157,7 @@ def _moved(module: Adapter, stages: Sequence[nn.Module], blocks: Sequence[nn.Mod
     """Count the numbers moved between matmuls: each reads the first one's rows and writes the second one's, once."""
     linears = [[m for m in stage.modules() if isinstance(m, nn.Linear)] for stage in stages]
     moved = np.array([sum(m.in_features + m.out_features for m in layers) for layers in linears], np.float64)
-    moved += [sum((a + b) * visits for a, b, visits in _experts(module, stage)) for stage in stages]
+    moved += [sum((a + b) * visits for a, b, visits in _stacks(module, stage)) for stage in stages]
     if blocks:
         moved += RESIDUAL_MOVES * module.hidden_width
     if module.kind.samplewise and linears[-1]:
@@ -155,13 +165,40 @@ def _moved(module: Adapter, stages: Sequence[nn.Module], blocks: Sequence[nn.Mod
     return moved
 
 
-def _stored(stage: Adapter, module: Adapter) -> Int64[np.ndarray, "units=2 trains=2 divided=2"]:
-    """Count the parameters of a stage of one block as :attr:`ModuleSpec.stored` does."""
+def _experts(stages: Sequence[Adapter], module: Adapter) -> Experts:
+    """Count the sizes of a module's routed experts in stages of one block."""
+    parts = [[stage.get_submodule(fqn) for fqn in stage.experts()] for stage in stages]
+    visits = [[max((n for *_, n in _stacks(module, part)), default=0.0) for part in own] for own in parts]
+    return Experts(
+        stored=np.stack([_stored(stage, module, stage.experts())[0] for stage in stages]),
+        largest=np.array([_largest(p for part in own for p in part.parameters()) for own in parts], np.int64),
+        per_row=np.array([sum(linear_flops(part, module.used_share) for part in own) for own in parts], np.float64),
+        sent=np.array([module.hidden_width * sum(own) for own in visits], np.float64),
+        sizes=tuple(expert_sizes(module)),
+    )
+
+
+def _largest(parameters: Iterable[nn.Parameter]) -> int:
+    """Return the elements of the largest parameter that trains."""
+    return max((p.numel() for p in parameters if p.requires_grad), default=0)
+
+
+def _besides_experts(stage: Adapter) -> Iterator[nn.Parameter]:
+    experts = stage.experts()
+    return (p for fqn, p in stage.named_parameters() if fqn.rpartition(".")[0] not in experts)
+
+
+def _stored(
+    stage: Adapter, module: Adapter, layers: Collection[str] | None = None
+) -> Int64[np.ndarray, "units=2 trains=2 divided=2"]:
+    """Count the parameters of a stage of one block, or of some of its layers, as :attr:`ModuleSpec.stored` does."""
     plan = module.tp_plan()
     counts = np.zeros((2, 2, 2), np.int64)
     blocks = tuple(f"{fqn}." for fqn in stage.blocks())
     for fqn, parameter in stage.named_parameters():
         layer, _, kind = fqn.rpartition(".")
+        if layers is not None and layer not in layers:
+            continue
         divided = divided_along(style_of(plan or {}, layer), stage.get_submodule(layer), kind) is not None
         if plan == {}:  # a plan of the module's own, which divides all matrices
             divided = parameter.dim() > 1

@@ -22,6 +22,34 @@ flash attention."""
 
 
 @dataclass(frozen=True, eq=False)
+class Experts:
+    """The sizes of a module's routed experts, which its blocks' other sizes include."""
+
+    stored: Int64[np.ndarray, "blocks trains=2 divided=2"]
+    """Parameters by frozen or trained, and by whole or divided under tensor parallelism without ``ep``."""
+    largest: Int64[np.ndarray, "blocks"]
+    """Elements of the largest parameter that trains; :attr:`ModuleSpec.largest` leaves experts out."""
+    per_row: Float64[np.ndarray, "blocks"]
+    """Forward FLOPs per row: of the experts that a row visits."""
+    sent: Float64[np.ndarray, "blocks"]
+    """Numbers per row that go to experts: the row's width for each expert that it visits."""
+    sizes: tuple[tuple[int, ...], ...]
+    """Number of experts and second dimensions of their stacks, for every kind of layer."""
+
+    def can_be_divided(self, ep: int, shards: int) -> bool:
+        """Return whether the experts can be divided over ``ep`` ranks, and each part over so many shards."""
+        return all(
+            count % ep == 0 and (count // ep % shards == 0 or all(size % shards == 0 for size in sizes))
+            for count, *sizes in self.sizes
+        )
+
+    def held(self, first: int, last: int) -> tuple[int, int]:
+        """Return the experts' parameters in blocks ``first`` to ``last - 1``, and those that train."""
+        frozen, trained = self.stored[first:last].sum(axis=(0, 2)).tolist()
+        return frozen + trained, trained
+
+
+@dataclass(frozen=True, eq=False)
 class ModuleSpec:
     """The sizes of one module's blocks; layers before the blocks count in the first, layers after them in the last.
 
@@ -53,7 +81,7 @@ class ModuleSpec:
     """``parameters`` by FSDP unit (the block, or the rest of its stage), by frozen or trained, and by whole or divided
     under tensor parallelism."""
     largest: Int64[np.ndarray, "blocks"]
-    """Elements of the largest parameter that trains."""
+    """Elements of the largest parameter that trains, besides experts."""
     buffers: int
     """Bytes of the buffers of a stage, mostly tables of positions that every stage has."""
     moved: Float64[np.ndarray, "blocks"]
@@ -81,10 +109,18 @@ class ModuleSpec:
     for items, whose rows see all of it. :func:`hetero_strategy.plan.masks.sample_masks` applies them to samples."""
     own_units: bool = False
     """Whether its units are neither samples nor files."""
+    experts: Experts | None = None
+    """Sizes of its routed experts."""
 
     @property
     def blocks(self) -> int:
         return len(self.per_row)
+
+    @property
+    def active(self) -> int:
+        """Return the parameters through which a row passes: of the experts, those that it visits."""
+        apart = 0.0 if (e := self.experts) is None else float(e.per_row.sum()) / 2 - int(e.stored.sum())
+        return int(self.parameters.sum() + apart)
 
     @property
     def most_stages(self) -> int:
@@ -101,6 +137,10 @@ class ModuleSpec:
         twice = self.counted_twice(first, last).sum(axis=(0, 2))
         whole, trained = (int(n[first:last].sum()) for n in (self.parameters, self.trained))
         return whole - int(twice.sum()), trained - int(twice[1])
+
+    def divided_experts(self, first: int, last: int, ep: int) -> tuple[int, int]:
+        """Return the parts of :meth:`held` that experts have and that ``ep`` divides."""
+        return (0, 0) if self.experts is None or ep == 1 else self.experts.held(first, last)
 
     def counted_twice(self, first: int, last: int) -> Int64[np.ndarray, "units=2 trains=2 divided=2"]:
         """Return the part of :attr:`stored` that is one parameter in a stage with both ends."""

@@ -23,6 +23,7 @@ from typing_extensions import override
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.experts import Exchange
+from hetero_strategy.model.read_spec import expert_sizes
 from hetero_strategy.model.tensor_parallel import LocalWeights
 
 
@@ -97,17 +98,12 @@ def expert_faults(module: Adapter, layout: ModuleLayout) -> Iterator[str]:
     """Yield why a module's experts cannot be divided as its layout says."""
     if layout.ep == 1:
         return
-    parts = module.experts()
-    if not parts:
+    if not module.experts():
         yield (
             f"ep={layout.ep}, but {type(module).__name__} has no experts whose weights are stacks, one matrix for each;"
             " set ep=1"
         )
-    first: dict[tuple[int, ...], str] = {}
-    for fqn, count in parts.items():
-        matrices = module.get_submodule(fqn).parameters()
-        first.setdefault((count, *sorted({p.shape[1] if p.ndim > 1 else 1 for p in matrices})), fqn)
-    for (count, *sizes), fqn in first.items():
+    for (count, *sizes), fqn in expert_sizes(module).items():
         if count % layout.ep:
             yield f"ep={layout.ep} does not divide the {count} experts of {fqn}; {_nearest(count, layout)}"
             continue

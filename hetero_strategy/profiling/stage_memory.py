@@ -82,6 +82,8 @@ class StageBytes:
     """Gradient of the largest parameter."""
     reduced: Units
     """Inputs of a unit's reduction, in the masters' dtype; zeros if FSDP does not reduce it."""
+    widest: float
+    """Largest of these inputs: experts that ``ep`` divides are a unit of their own."""
     bucket: float
     """Flat bucket in which gradients are summed over replicas outside of FSDP."""
 
@@ -95,8 +97,7 @@ class StageBytes:
         """Return the peak of a reduction at the end of a step besides whole gradients: two units' flat buffers, of
         which the second waits for the first, and the shards.
         """
-        widest = np.sort(self.reduced)
-        return float(widest[-1] + self.sharded) if len(widest) and widest[-1] else self.bucket
+        return self.widest + self.sharded if self.widest else self.bucket
 
     def beside_forward(self) -> Units:
         """Return the weights of each block while it computes, and the buffer they came in."""
@@ -141,26 +142,34 @@ def stage_bytes(
     left = np.array([1.0, 1 / layout.tp])
     stored = (shape.stored[first:last] * left).sum(axis=3)  # [blocks, units, trains]
     stored[-1] -= (shape.counted_twice(first, last) * left).sum(axis=2)
+    experts, single = np.zeros((last - first, 2)), float(shape.largest[first:last].max()) / layout.tp
+    if (of := shape.experts) is not None:
+        single = max(single, float(of.largest[first:last].max()) / (layout.tp if layout.ep == 1 else layout.ep))
+        if layout.ep > 1:
+            stored[:, 0] -= (of.stored[first:last] * left).sum(axis=2)
+            experts = of.stored[first:last].sum(axis=2) / layout.ep
     frozen, trained = (np.append(stored[:, 0, t], stored[:, 1, t].sum()) for t in (0, 1))
-    casts = precision.compute != precision.master and bool(trained.any())
+    casts = precision.compute != precision.master and bool(trained.any() or experts[:, 1].any())
     copied = casts and once and len(layout.ranks) == layout.pp
     fsdp, shard = (layout.shards > 1 or casts) and not copied, layout.shards
+    routed = np.append(experts, [[0.0, 0.0]], axis=0).T
     units = parameter_bytes(frozen, trained, shard, once, precision)
-    whole = precision.master * trained
-    together = fsdp and (casts or not once)
-    owned = float(whole.sum()) / shard
-    single = precision.compute * float(shape.largest[first:last].max()) / layout.tp
+    apart = parameter_bytes(routed[0], routed[1], layout.expert_shards, once, precision)
+    whole, theirs = precision.master * trained, precision.master * routed[1]
+    owned = float(whole.sum()) / shard + float(theirs.sum()) / layout.expert_shards
+    together = casts or not once
     return StageBytes(
-        masters=float(np.sum(units.masters)) + shape.buffers,
-        optimizer=float(np.sum(units.optimizer)),
-        gathered=np.asarray(units.gathered),
+        masters=float(np.sum(units.masters) + np.sum(apart.masters)) + shape.buffers,
+        optimizer=float(np.sum(units.optimizer) + np.sum(apart.optimizer)),
+        gathered=np.asarray(units.gathered + apart.gathered),
         once=once or not fsdp,
         copied=copied,
-        made=precision.compute * trained * together,
-        summed=np.asarray(units.gradients),
+        made=precision.compute * together * (trained * fsdp + routed[1]),
+        summed=np.asarray(units.gradients + apart.gradients),
         sharded=owned,
-        single=single,
-        reduced=whole * fsdp,
+        single=precision.compute * single,
+        reduced=whole * fsdp + theirs,
+        widest=float(max(whole.max() * fsdp, theirs.max())),
         bucket=min(float(BUCKET_BYTES), owned) if layout.dp_replicate > 1 and not fsdp else 0.0,
     )
 

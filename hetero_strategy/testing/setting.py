@@ -35,6 +35,7 @@ from hetero_strategy.strategy.assembly import Assembled, assemble
 from hetero_strategy.strategy.blueprint import Blueprint, Options, checked_blueprint
 from hetero_strategy.testing.parity import Trained, gradients_of
 from hetero_strategy.zoo import siglip2_encoder, titan_llama, whisper_encoder
+from hetero_strategy.zoo.hf_causal_lm import HFCausalLM, hf_causal_lm
 
 MERGE, PATCH, MELS, VOCABULARY = 2, 8, 40, 512
 ENCODERS = {"vision", "audio"}
@@ -88,6 +89,8 @@ class Setting:
     vision: tuple[int, int] = (192, 4)
     audio: tuple[int, int] = (192, 4)
     llm: tuple[int, int] = (256, 6)
+    experts: int = 0
+    """Experts in each layer of the language model, of which a row visits two; 0: a dense model."""
     samples: int = 12
     microbatches: int = 6
     items: tuple[int, int] = (1, 2)
@@ -135,7 +138,7 @@ class Setting:
                     encoder_attention_heads=_heads(self.audio[0]), encoder_ffn_dim=4 * self.audio[0],
                     num_mel_bins=MELS, max_source_positions=1500,
                 ),
-                "llm": titan_llama(
+                "llm": mixture(dim, blocks, self.experts) if self.experts else titan_llama(
                     vocab_size=VOCABULARY, dim=dim, n_layers=blocks, n_heads=_heads(dim), n_kv_heads=_heads(dim),
                     multiple_of=16, max_seq_len=4096,
                 ),
@@ -227,6 +230,15 @@ class Setting:
             out = model(one.batch(seed, 0))
             out.loss.backward()
         return Trained([float(loss.detach()) for loss in out.losses.values()], gradients_of(model.modules_by_name))
+
+
+def mixture(width: int, layers: int, experts: int) -> HFCausalLM:
+    """Build a small language model, of whose experts a row visits two."""
+    return hf_causal_lm(
+        model_type="qwen3_moe", vocab_size=VOCABULARY, hidden_size=width, num_hidden_layers=layers, num_experts=experts,
+        num_attention_heads=_heads(width), num_key_value_heads=_heads(width), num_experts_per_tok=2,
+        moe_intermediate_size=width, check=False,
+    )  # fmt: skip
 
 
 def step(rank: int, world: int, setting: Setting, seed: int = 0) -> Trained:

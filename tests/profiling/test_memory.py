@@ -22,6 +22,7 @@ from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.context import in_context
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
+from hetero_strategy.model.read_spec import spec_of_module
 from hetero_strategy.model.spec import ModelSpec, ModuleSpec
 from hetero_strategy.parallelize.offload import Offload
 from hetero_strategy.parallelize.recompute import Recompute
@@ -51,6 +52,7 @@ from hetero_strategy.simulator.balance_context import ROW_ALIGNMENT
 from hetero_strategy.simulator.cluster import Cluster, Device, Links
 from hetero_strategy.simulator.cost_model import MIXED, CostModel, Precision
 from hetero_strategy.testing import ragged_step
+from hetero_strategy.testing.setting import mixture
 from hetero_strategy.zoo import titan_llama
 
 WIDTH, PER_BLOCK, AROUND, INSIDE, BETWEEN, WHOLE, PEAK = 8, 1000, 300, 60.0, 24.0, 16.0, 150.0
@@ -261,6 +263,21 @@ def test_what_becomes_of_parameters_in_closed_form() -> None:
     assert shards.beside_forward().tolist() == (2 * 2 * (trained + frozen))[:-1].tolist(), "weights and their buffer"
     assert not once.beside_forward().any()
     assert [one.bucket for one in (of(True, FP32, dp_replicate=2), replicas, shards)] == [4 * total, 0, 0]
+
+
+@pytest.mark.parametrize(("degrees", "ep"), [({}, 2), ({}, 4), ({"tp": 2}, 4), ({"dp_replicate": 2}, 2)])
+def test_experts_are_held_by_all_ranks_that_share_them(degrees: dict[str, int], ep: int) -> None:
+    """A rank holds E / (ep x efsdp) experts of a layer, and gathers E / ep."""
+    with torch.device("meta"):
+        shape = spec_of_module(mixture(64, 2, 8))
+    layout, matrices = ModuleLayout((0, 1, 2, 3), ep=ep, **degrees).resolved(), 3 * 64 * 64
+    assert shape.experts is not None and shape.experts.held(0, 2) == (2 * 8 * matrices, 2 * 8 * matrices)
+    assert shape.active == shape.parameters.sum() - 2 * 6 * matrices
+    found, plain = (stage_bytes(shape, x, 0, 2, False, Precision(2, 4)) for x in (layout, replace(layout, ep=1)))
+    shared = 2 * 8 * matrices / (layout.shards * layout.tp)
+    assert found.masters == plain.masters and found.optimizer == plain.optimizer >= 2 * 4 * shared
+    assert plain.gathered[0] - found.gathered[0] == 2 * 8 * matrices * (1 / layout.tp - 1 / ep)
+    assert shape.experts.can_be_divided(ep, layout.expert_shards) and not shape.experts.can_be_divided(3, 1)
 
 
 def test_shards_divide_states_and_recompute_leaves_rows() -> None:

@@ -75,6 +75,7 @@ def test_a_run_leaves_a_report(tmp_path: Path, whole: tuple[Path, Ended]) -> Non
         report["train_seconds"], rel=0.02, abs=0.05
     )
     assert report["layouts"][2] == {"module": "llm", "ranks": "0-1", "degrees": "dp_shard=2"}
+    assert report["active_parameters"] == report["parameters"]
     assert set(report["parameters"]) == {"vision", "audio", "llm"} and min(report["parameters"].values()) > 1000
     assert Path(report["checkpoint"]).is_dir() and len(report["examples"]) == 5
     assert {"question", "answer", "prediction", "files", "exact"} <= set(report["examples"][0])
