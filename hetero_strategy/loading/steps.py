@@ -287,7 +287,8 @@ class StepDataset(Dataset[Batch]):
         )
         if module in self.share.cp:
             rank, ranks, by_heads = self.share.cp[module]
-            inputs = in_context(inputs, rank, assignment.dealt(instance, ranks), by_heads=by_heads)
+            dealt, windows = assignment.dealt(instance, ranks), self.kinds[module].rules
+            inputs = in_context(inputs, rank, dealt, windows, by_heads=by_heads)
         return inputs if self.compute_dtype is None else inputs.narrowed(self.compute_dtype)
 
     def _placed(

@@ -70,8 +70,8 @@ class Adapter(nn.Module):
     context_group: str = ""
     """Name of the process group of the ranks with the other parts of the rows."""
     context_width: int = 0
-    """Numbers per row, keys and values, that each block gathers over the context-parallel ranks; 0: plans count none.
-    """
+    """Numbers per row, keys and values, that each block sends to context-parallel ranks that lack them; 0: plans count
+    none."""
     attention_heads: int = 0
     """Greatest common divisor of the blocks' numbers of heads, which context-parallel ranks divide; 0: unknown."""
     compiled_by: str | None = None

@@ -21,6 +21,7 @@ from hetero_strategy.model.block_attention import BLOCK, attend_in_blocks
 from hetero_strategy.model.context import Context
 from hetero_strategy.model.head_exchange import HeadExchange
 from hetero_strategy.model.inputs import Packing
+from hetero_strategy.model.key_exchange import attend_over_ranks
 
 varlen_attn: Any = varlen.varlen_attn
 
@@ -119,34 +120,36 @@ def packed_attention(
             " it out, or give the blocks an attention of their own"
         )
     options = _Options(causal, window, scale, dropout, softcap, sinks)
-    in_flash = not (causal and packing.masks) and (context is None or context.by_segments)
-    in_flash = in_flash and _runs_flash(query, options)
     if context is not None:
         if not causal:
             raise ModelError(
                 "attention that is not causal does not know context parallelism by keys: set cp=1 or cp_form='heads'"
             )
-        key, value = _of_all_ranks(key, value, context, in_flash)
+        if (keys := context.keys_of(window)).most:
+            in_flash = _runs_flash(query, options) and context.by_segments and not packing.masks
+
+            def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+                return _attended(query, key, value, packing, options._replace(sinks=sinks))
+
+            return attend_over_ranks(attend, context, keys, in_flash, query, key, value, sinks=sinks)
     if packing.rows == 0:
         return query + (key.sum() + value.sum())  # empty, but a (zero) gradient reaches all three
+    return _attended(query, key, value, packing, options)
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options: _Options) -> Tensor:
+    """Attend with the first kernel that knows all options, to the seen keys."""
+    causal, window = options.causal, options.window
     mask = packing.masks.get(window) if causal else None
     if causal and packing.masks and mask is None:
         raise ModelError(f"a layer has window={window}, and its rule of attention knows windows {[*packing.masks]}")
-    if in_flash:
+    by_segments = not isinstance(packing.context, Context) or packing.context.by_segments
+    if mask is None and by_segments and _runs_flash(query, options):
         uniform = window is None and packing.alike and _major(query) >= DENSE_MAJOR
         kernel = _dense if uniform and current_flash_attention_impl() is None else _flash
         return kernel(query, key, value, packing, options)
     run = _in_flex if _runs_flex(query, options) else _in_blocks
     return run(query, key, value, intervals(packing, causal=causal, window=window) if mask is None else mask, options)
-
-
-def _of_all_ranks(key: Tensor, value: Tensor, context: Context, by_segments: bool) -> tuple[Tensor, Tensor]:
-    """Gather keys and values, and lay out those that this rank's rows see, ``[1, kv_heads, K, width]``."""
-    gathered = context.gather(torch.cat([rows[0].transpose(0, 1).flatten(1) for rows in (key, value)], dim=1))
-    seen = context.seen_by_segments(gathered) if by_segments else context.seen(gathered)
-    both = seen.split([rows.shape[1] * rows.shape[3] for rows in (key, value)], dim=1)
-    keys, values = (rows.unflatten(1, (key.shape[1], -1)).transpose(0, 1)[None] for rows in both)
-    return keys, values
 
 
 def intervals(packing: Packing, *, causal: bool, window: int | None = None) -> Tensor:
@@ -155,7 +158,7 @@ def intervals(packing: Packing, *, causal: bool, window: int | None = None) -> T
         return torch.stack([packing.offsets[:-1], packing.offsets[1:]]).index_select(1, packing.sequence)[:, None]
     end = torch.arange(1, packing.rows + 1, device=packing.positions.device)
     if isinstance(packing.context, Context):
-        end = packing.context.ends
+        end = packing.context.keys_of(window).ends
     seen = packing.positions + 1
     start = end - (seen if window is None else seen.clamp(max=window))
     return torch.stack([start, end])[:, None].to(torch.int32)
@@ -271,7 +274,8 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, options:
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     bounds: tuple[Any, ...] = (packing.offsets, packing.offsets, packing.longest, packing.longest)
     if isinstance(packing.context, Context):
-        bounds = (*packing.context.offsets, *(len(extent) for extent in packing.context.extents))
+        keys = packing.context.keys_of(options.window)
+        bounds = (packing.offsets, keys.offsets, len(packing.context.extent), len(keys.extent))
     around = (-1 if options.window is None else options.window - 1, 0) if options.causal else (-1, -1)
     shared: dict[str, Any] = {"enable_gqa": True} if TOLD_OF_SHARED_HEADS and q.shape[1] != k.shape[1] else {}
     out: Tensor = varlen_attn(q, k, v, *bounds, scale=options.scale, window_size=around, **shared)

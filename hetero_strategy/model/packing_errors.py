@@ -7,7 +7,7 @@ gradient tells.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -82,17 +82,14 @@ def _rows(module: CausalLM, inputs: SequenceInputs, rows: Tensor) -> Tensor:
 
 def _in_two_parts(module: CausalLM, inputs: SequenceInputs, rows: Tensor) -> Tensor:
     """Run two context-parallel ranks as threads, which hand each other their keys."""
-    meeting, total = _Meeting(2), len(rows)
+    meeting, total = Meeting(2), len(rows)
     dealt = two_chunks(total, 2)
     found: list[Tensor | BaseException] = [torch.empty(0)] * 2
 
     def rank(number: int) -> None:
         part = in_context(inputs, number, dealt)
         context = part.packing.context
-        assert context is not None
-        joined = _Together(**{field.name: getattr(context, field.name) for field in fields(context)})
-        joined.meeting = meeting
-        part = replace(part, packing=replace(part.packing, context=joined))
+        part = replace(part, packing=replace(part.packing, context=together(context, meeting)))
         own = rows[dealt[number]]
         try:
             with torch.no_grad(), torch.device("cpu"):  # both belong to a thread
@@ -117,37 +114,51 @@ def _in_two_parts(module: CausalLM, inputs: SequenceInputs, rows: Tensor) -> Ten
     return whole
 
 
-class _Meeting:
+class Meeting:
     """A place where ranks in threads exchange tensors. None waits by the clock, for a busy machine changes nothing."""
 
     def __init__(self, ranks: int) -> None:
         self.barrier = threading.Barrier(ranks)
-        self.tensors: list[Tensor | None] = [None] * ranks
+        self.parts: list[Sequence[Tensor] | None] = [None] * ranks
 
-    def exchange(self, rank: int, tensor: Tensor, join: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        self.tensors[rank] = tensor
+    def exchange(self, rank: int, parts: Sequence[Tensor], received: Sequence[int]) -> Tensor:
+        """Return the ``received`` rows of each rank for this one, which sends a part to each."""
+        self.parts[rank] = parts
         self.barrier.wait()
-        tensors = [each for each in self.tensors if each is not None]
+        arrived = [of[rank] for of in self.parts if of is not None]
         self.barrier.wait()  # until all have read, none may write again
-        self._require(len(tensors) == len(self.tensors))
-        return join(tensors)
+        self.parts[rank] = None
+        self._require([len(part) for part in arrived] == [*received])
+        return torch.cat(arrived)
 
     def leave(self, rank: int) -> None:
         """Wait until all ranks leave."""
-        self.tensors[rank] = None
+        self.parts[rank] = None
         self.barrier.wait()
-        self._require(all(tensor is None for tensor in self.tensors))
+        self._require(all(parts is None for parts in self.parts))
 
     def _require(self, alike: bool) -> None:
         if not alike:
-            raise RuntimeError("one context-parallel rank gathers more often than the other")
+            raise RuntimeError("one context-parallel rank exchanges keys more often than the other")
 
 
 class _Together(Context):
     """A context whose ranks are threads."""
 
-    meeting: _Meeting
+    meeting: Meeting
 
     @override
-    def gather(self, rows: Tensor) -> Tensor:
-        return self.meeting.exchange(self.rank, rows, torch.cat)
+    def send(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return self.meeting.exchange(self.rank, rows.split([*sent]), received)
+
+    @override
+    def arrived(self, sending: Tensor) -> Tensor:
+        return sending
+
+
+def together(context: object, meeting: Meeting) -> Context:
+    """Return a context of a rank that is a thread."""
+    assert isinstance(context, Context)
+    joined = _Together(**{field.name: getattr(context, field.name) for field in fields(context)})
+    joined.meeting = meeting
+    return joined

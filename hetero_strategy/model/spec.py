@@ -103,7 +103,7 @@ class ModuleSpec:
     runs_vary: bool = False
     """Whether its blocks run more than once in some microbatches, see :attr:`Adapter.runs_vary`."""
     keys: int = 0
-    """Numbers per row that a block gathers over context-parallel ranks, see :attr:`Adapter.context_width`."""
+    """Numbers per row that a block sends to context-parallel ranks, see :attr:`Adapter.context_width`."""
     rules: tuple[tuple[MaskRule, Int64[np.ndarray, "blocks"]], ...] = ()
     """Rules by which rows of samples see each other, and the number of attentions in each block that follow them. Empty
     for items, whose rows see all of it. :func:`hetero_strategy.plan.masks.sample_masks` applies them to samples."""

@@ -95,6 +95,8 @@ class HFCausalLM(HFAdapter, CausalLM):
         chunk = next((call.chunk for call in calls if call.chunk), None)
         chunked = f"chunks of {chunk} rows" if chunk else ""
         self.ruleless = "layers that keep a state from row to row" if mixers else chunked
+        if any(self.windows) and not self.ruleless:
+            super().attend_by("causal")  # so that plans and loaders know the windows
         self.context_parallel = all(parts.attention) and not self.ruleless
         self.context_width = max((call.context_width for call in calls), default=0)
         self.attention_heads = gcd(*(call.heads for call in calls))
