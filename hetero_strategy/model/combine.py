@@ -15,6 +15,7 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.causal_lm import CausalLMKind
 from hetero_strategy.model.inputs import ModuleInputs, Ragged, host_index
 from hetero_strategy.model.kind import LossOutput
+from hetero_strategy.model.routing import StepRouting
 
 
 @dataclass
@@ -44,6 +45,12 @@ class ModelOutput:
     modules of custom kinds."""
     metrics: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """Metrics of each module with a loss, scalars by name, as its kind counts them; in the order of ``losses``."""
+    expert_rows: dict[str, Tensor] = field(default_factory=dict)
+    """Training only: module with known routers -> rows of the global batch that chose each expert, int64 ``[layers,
+    experts]``, the same on every rank; only layers with experts count."""
+    balance_losses: dict[str, Tensor] = field(default_factory=dict)
+    """Training only: loss on the balance of experts of each module that has it, 1 at best for each expert that a row
+    visits. It is in ``loss`` and ``losses``, times its coefficient."""
 
 
 class StepSums:
@@ -78,10 +85,21 @@ class StepSums:
         self._language_models = [name for name, kind in kinds.items() if isinstance(kind, CausalLMKind)]
         self._counts = {name: kind.metrics(plan.metadata, name) for name, kind in self._kinds.items()}
         sizes = [1 + len(counts) for counts in self._counts.values()]
-        self.totals = torch.zeros(sum(sizes) + spare, dtype=torch.float64, device=device)
-        """fp64: loss and metrics of each module in turn."""
-        *parts, self.spare = self.totals.split([*sizes, spare])
+        routings = {} if evaluation else {n: module.routing for n, module in modules.items()}
+        self._routings = routed = {name: routing for name, routing in routings.items() if routing is not None}
+        self._coefficients = {name: routing.balance for name, routing in routed.items() if routing.balance}
+        choices = sum(routing.size for routing in routed.values())
+        self.totals = torch.zeros(sum(sizes) + choices + len(routed) + spare, dtype=torch.float64, device=device)
+        """fp64: loss and metrics of each module in turn, choices of experts, losses on their balance, and spare ones.
+        Numbers of rows are exact up to 2^53."""
+        *parts, chosen, balance, self.spare = self.totals.split([*sizes, choices, len(routed), spare])
         self._of = dict(zip(self._kinds, parts, strict=True))
+        counts = chosen.split([routing.size for routing in routed.values()])
+        self.routed = {
+            name: (rows.view(-1, routing.experts), share)
+            for (name, routing), rows, share in zip(routed.items(), counts, balance, strict=True)
+        }
+        """Module with routers -> :attr:`ModelOutput.expert_rows` as fp64, and its loss on the balance of experts."""
         self.results: dict[str, Tensor] = {}
         """Evaluation only: module -> its result, if it has one."""
         like = torch.zeros((), dtype=dtype, device=device)
@@ -104,8 +122,30 @@ class StepSums:
 
     @property
     def losses(self) -> dict[str, Tensor]:
-        """Return each module's loss summed over its elements, over N, as fp64 scalar; not weighted."""
-        return {name: sums[0] / self._plan.normalizer(name) for name, sums in self._of.items()}
+        """Return each module's loss, fp64 scalars: summed over its elements, over N, and on the balance of its experts;
+        not weighted.
+        """
+        losses = {name: sums[0] / self._plan.normalizer(name) for name, sums in self._of.items()}
+        for name, coefficient in self._coefficients.items():
+            losses[name] = losses[name] + coefficient * self.routed[name][1]
+        return losses
+
+    def routing(self, module: str, *, speaks: bool = True, **options: Any) -> StepRouting | None:
+        """Return the routing of a module's rows, which adds its sums here; None: it has no routers, or none count.
+
+        Options are those of :class:`StepRouting`; without ``speaks`` another rank adds the sums of the same rows.
+        """
+        if module not in self.routed:
+            return None
+        rows = [int(each.inner_rows.sum()) for each in self._plan.assignments[module]]
+        into = self.routed[module]
+        into = into if speaks else (torch.zeros_like(into[0]), torch.zeros_like(into[1]))
+        return StepRouting(self._routings[module], rows, into, **options)
+
+    @property
+    def expert_rows(self) -> dict[str, Tensor]:
+        """Return :attr:`ModelOutput.expert_rows`."""
+        return {name: rows.to(torch.int64) for name, (rows, _) in self.routed.items()}
 
     def output(self, loss: Tensor, losses: dict[str, Tensor], logits: tuple[Tensor, ...] | None = None) -> ModelOutput:
         """Return the output of the sums, with the loss and each module's part of it."""
@@ -128,6 +168,8 @@ class StepSums:
             counts={name: self._plan.counted(name) for name in losses},
             drawn=others or None,
             metrics=metrics,
+            expert_rows=self.expert_rows,
+            balance_losses={name: self.routed[name][1].float() for name in self._coefficients},
         )
 
     def _mean(self, metric: str, metrics: Mapping[str, Mapping[str, Tensor]]) -> Tensor:

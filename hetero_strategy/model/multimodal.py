@@ -21,6 +21,7 @@ from hetero_strategy.model.kind import ModuleKind, check_edges, check_output, us
 from hetero_strategy.model.materialize import materialize
 from hetero_strategy.model.packed_alone import Pair, check_packed_alone, due
 from hetero_strategy.model.random_numbers import RandomNumbers, draws_others, random_state_kept
+from hetero_strategy.model.routing import counting, note_choices
 from hetero_strategy.model.without_values import made_without_values
 
 __all__ = ["BatchLike", "Edge", "ModelOutput", "MultimodalModel"]
@@ -55,7 +56,8 @@ class MultimodalModel(nn.Module):
             kind; they become children under their names.
         edges: (source, target) pairs, such as from encoders to language models and from language models to generators;
             default, with a single language model: all edges that the modules' kinds allow.
-        freeze: modules or parts ("vision", "vision.backbone") whose parameters are not trained.
+        freeze: modules or parts ("vision", "vision.backbone") whose parameters are not trained; "llm.router": all
+            routers of a mixture of experts.
         loss_weights: module with a loss -> factor of its loss; default 1.
         seed: seed of initial values and random numbers inside modules.
         check_packing: before a module's first step, run two of its units together and each alone; an error reports
@@ -91,7 +93,8 @@ class MultimodalModel(nn.Module):
             one, part = (" is one string", freeze) if isinstance(freeze, str) else ("", "vision.backbone")
             raise ModelError(f"freeze={freeze!r}{one}; give a list, [{part!r}]")
         for part in freeze:
-            _part(self, part).requires_grad_(False)
+            for frozen in _parts(self, part):
+                frozen.requires_grad_(False)
         for name, adapter in self.modules_by_name.items():
             adapter.meta_copy()
             adapter.packed_equals_alone = not check_packing
@@ -169,6 +172,13 @@ class MultimodalModel(nn.Module):
         Raises:
             ModelError: the batch is one rank's part of a step, and no strategy is attached any more to run it.
         """
+        output = self._output(batch, keep_logits)
+        for name, rows in output.expert_rows.items():
+            note_choices(self.modules_by_name[name], rows)
+        return output
+
+    def _output(self, batch: BatchLike, keep_logits: bool) -> ModelOutput:
+        """Run one global batch on one device, or with the attached runner."""
         call = self._call(batch)
         if self._runner is not None:
             return self._runner(batch, call=call, keep_logits=keep_logits)
@@ -203,22 +213,27 @@ class MultimodalModel(nn.Module):
             module = self.modules_by_name[name]
             self._check_packing(module, batch, device)
             options = {"keep_logits": True} if keep_logits and name == self.language_models()[0] else {}
+            routed = step.routing(name, seed=self.loss_weights.get(name, 0.0))
             for number, inputs in enumerate(batch.inputs.get(name, ())):
                 if inputs is None:  # no work in this microbatch
                     continue
                 assert module.random_numbers is not None
                 module.random_numbers.start(batch.plan.metadata, call, number, 0, 0, device, rows_of=0)
                 rows = _rows_for(batch, name, number, inputs.slots, edge_rows)
-                output = module(inputs, rows, **options)
+                units = batch.plan.assignments[name][number].units
+                with counting(routed, number, len(units), by_autograd=True):
+                    output = module(inputs, rows, **options)
                 check_output(module, output)
                 if isinstance(output, Tensor):
                     edge_rows[name, number] = output
                     continue
                 losses[name] = losses[name] + output.loss_sum * (self.loss_weights[name] / batch.plan.normalizer(name))
-                step.add(name, batch.plan.assignments[name][number].units, inputs, output)
+                step.add(name, units, inputs, output)
                 logits += [output.logits] if options else []
                 if output.hidden is not None:
                     edge_rows[name, number] = output.hidden
+            if routed is not None:
+                losses[name] = losses[name] + routed.finish().to(exact)
         total = sum(losses.values(), torch.zeros((), device=device))
         return step.output(total, losses, tuple(logits) or None)
 
@@ -309,9 +324,13 @@ def _checked_weights(names: Sequence[str], weights: Mapping[str, Any]) -> dict[s
     return {name: float(weights.get(name, 1.0)) for name in names}
 
 
-def _part(model: nn.Module, name: str) -> nn.Module:
+def _parts(model: MultimodalModel, name: str) -> list[nn.Module]:
+    """Return the parts of a name: one, or the routers of a module."""
     try:
-        return model.get_submodule(name) if name else model
+        return [model.get_submodule(name) if name else model]
     except AttributeError:
+        module = model.modules_by_name.get(name.removesuffix(".router"))
+        if module is not None and module.routing is not None:
+            return [module.get_submodule(router) for router in module.routing.routers]
         parts = [part for part, _ in model.named_modules() if part and part.count(".") <= 1]
         raise ModelError(f"freeze={name!r} is no part of the model: parts are such as {parts}") from None

@@ -25,6 +25,8 @@ def hf_causal_lm(
     part: str | None = None,
     before: Callable[[Tensor, SequenceInputs], Tensor] | None = None,
     check: bool = True,
+    balance_loss: float | None = None,
+    router_bias_step: float = 0.0,
     **fields: Any,
 ) -> HFCausalLM:
     """Build any language model of transformers whose rows pass blocks of attention.
@@ -36,14 +38,17 @@ def hf_causal_lm(
         before: change of the rows, as in :class:`CausalLM`.
         check: run a tiny copy of the config at its first use, to see that packed rows are those of transformers' own
             forward, see :mod:`~hetero_strategy.zoo.hf_check`. It takes about a second and is kept on disk.
+        balance_loss, router_bias_step: balance of experts, as in :class:`HFCausalLM`.
         **fields: fields of the model's config; they exclude ``checkpoint``.
 
     Raises:
         ModelError: a field is unknown, the model cannot run on packed rows or fails the check, or the folder belongs to
             no such model.
     """
+    options: dict[str, Any] = {"checkpoint": checkpoint, "before": before}
+    options |= {"balance_loss": balance_loss, "router_bias_step": router_bias_step}
     if part is not None:
-        return _part(part, checkpoint, before, fields)
+        return _part(part, checkpoint, fields, options)
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -68,7 +73,7 @@ def hf_causal_lm(
     if type(config) not in classes:
         raise ModelError(f"{who}: transformers has no causal language model of model_type {kind!r}")
     model_class = classes[type(config)]
-    module = HFCausalLM(model_class, config, checkpoint=checkpoint, before=before)
+    module = HFCausalLM(model_class, config, **options)
     if check:
         verdict = checked(HFCausalLM, model_class, config)
         verdict.require_packing(who, model_class)
@@ -86,11 +91,13 @@ def hf_qwen3(**given: Any) -> HFCausalLM:
     return hf_causal_lm(model_type="qwen3", **given)
 
 
-def _part(part: str, checkpoint: str | Path | None, before: Any, fields: Mapping[str, Any]) -> HFComposedLM:
+def _part(
+    part: str, checkpoint: str | Path | None, fields: Mapping[str, Any], options: Mapping[str, Any]
+) -> HFComposedLM:
     """Build the language model of a composite's folder."""
     if part != "llm" or checkpoint is None:
         raise ModelError(f"hf_causal_lm: part={part!r}; give part='llm' with checkpoint=, the folder of a composite")
     check_no_fields("hf_causal_lm", fields)
     model_class, config = composite_class("hf_causal_lm", checkpoint)
     path = decoder_path("hf_causal_lm", whole_of(model_class, config))
-    return HFComposedLM(model_class, config, path=path, checkpoint=checkpoint, before=before)
+    return HFComposedLM(model_class, config, path=path, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class HFComposedLM(HFCausalLM):
         checkpoint: local folder with the weights.
         deepstack: number of blocks behind which an encoder's rows are added. Rows at the edge have ``1 + deepstack``
             parts: one for the slots, and one for each of these blocks.
-        before: change of the rows, as in :class:`CausalLM`.
+        **options: further options of :class:`HFCausalLM`.
     """
 
     _added: tuple[Tensor, tuple[Tensor, ...]] | None = None
@@ -46,9 +46,9 @@ class HFComposedLM(HFCausalLM):
         path: str,
         checkpoint: str | Path | None = None,
         deepstack: int = 0,
-        before: Callable[[Tensor, SequenceInputs], Tensor] | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(model_class, copy.deepcopy(config), path=path, checkpoint=checkpoint, before=before)
+        super().__init__(model_class, copy.deepcopy(config), path=path, checkpoint=checkpoint, **options)
         keep_only(self.model, (path, self.head_path), loose=False)
         self.deepstack, self.first_blocks = deepstack, max(1, deepstack)
         self.width = self.hidden_width * (1 + deepstack)

@@ -33,12 +33,14 @@ FRAMES = "feature_attention_mask"
 """transformers' name of the mask of frames; sizes have the number of its ones."""
 
 
-def hf_composite(checkpoint: str | Path, *, check: bool = True) -> dict[str, Any]:
+def hf_composite(checkpoint: str | Path, *, check: bool = True, **options: Any) -> dict[str, Any]:
     """Build the modules of a whole transformers composite, for ``MultimodalModel(**hf_composite("models/..."))``.
 
     Args:
         checkpoint: local folder with config.json, safetensors, and settings of processors, which encoders then have.
         check: check the class of the language model alone, if transformers has one, as in :func:`hf_causal_lm`.
+        **options: ``before``, ``balance_loss`` and ``router_bias_step`` of the language model, as in
+            :class:`HFCausalLM`.
 
     Returns:
         ``modules``: "vision", "audio" or both, and "llm"; ``edges``: from each encoder to "llm".
@@ -63,7 +65,9 @@ def hf_composite(checkpoint: str | Path, *, check: bool = True) -> dict[str, Any
         modules[name] = encoder_of(whole, kind, checkpoint=checkpoint, processor=processor)
     width = config.get_text_config().hidden_size
     deepstack = max(module.width for module in modules.values()) // width - 1
-    modules["llm"] = llm = HFComposedLM(model_class, config, path=path, checkpoint=checkpoint, deepstack=deepstack)
+    modules["llm"] = llm = HFComposedLM(
+        model_class, config, path=path, checkpoint=checkpoint, deepstack=deepstack, **options
+    )
     if check:
         check_alone(llm, config.get_text_config())
     return {"modules": modules, "edges": [(name, "llm") for name in encoders]}

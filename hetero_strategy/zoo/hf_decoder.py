@@ -28,7 +28,13 @@ from hetero_strategy.zoo.hf import (
     make_model,
     make_norms_precise,
 )
-from hetero_strategy.zoo.hf_experts import check_experts, expert_parts, use_routed_experts
+from hetero_strategy.zoo.hf_experts import (
+    check_experts,
+    expert_parts,
+    make_routing,
+    routers_that_run,
+    use_routed_experts,
+)
 from hetero_strategy.zoo.hf_mixers import TakesPacking, mixers_of, run_each_sequence
 from hetero_strategy.zoo.hf_packed import packed_rows, some_mask, use_packed_attention
 from hetero_strategy.zoo.hf_stand_ins import Calling, Given, Kept, StandIn, first_of, shallow
@@ -50,6 +56,10 @@ class HFCausalLM(HFAdapter, CausalLM):
         path: where the base with the blocks is in the model; None: where the only list of so many blocks is.
         checkpoint: local Hugging Face folder with the weights.
         before: change of the rows, as in :class:`CausalLM`.
+        balance_loss: coefficient of the loss on the balance of experts (:mod:`~hetero_strategy.model.routing`); None:
+            the config's ``router_aux_loss_coef`` where its ``output_router_logits`` is true, as in transformers.
+        router_bias_step: change of a router's ``e_score_correction_bias`` in each optimizer step, such as 0.001; 0: it
+            stays, as in transformers.
 
     Raises:
         ModelError: transformers makes no model of the config, or its forward cannot be run on packed rows.
@@ -63,6 +73,8 @@ class HFCausalLM(HFAdapter, CausalLM):
         path: str | None = None,
         checkpoint: str | Path | None = None,
         before: Callable[[Tensor, SequenceInputs], Tensor] | None = None,
+        balance_loss: float | None = None,
+        router_bias_step: float = 0.0,
     ) -> None:
         super().__init__(before=before)
         who = model_class.__name__
@@ -78,8 +90,9 @@ class HFCausalLM(HFAdapter, CausalLM):
         self.head_path = _fqn(self.model, self.model.get_output_embeddings())
         packing = Packing.of(np.array([2])).to("meta")
         rows = torch.empty(1, 2, text.hidden_size, device="meta")
-        with self.measured():  # experts, too, run without values
+        with self.measured(), routers_that_run(self.model) as routers:  # experts, too, run without values
             parts = parts_of(self.base, self.layers, lambda base: self._run(base, rows, packing))
+        self.routing = make_routing(who, self.model, routers, text, balance_loss, router_bias_step)
         embedding = _fqn(self.base, self.base.get_input_embeddings())
         first = [name for name in (embedding, *parts.before) if name not in parts.after]
         self.parts, self.attention, self.results = (first, parts.after), parts.attention, parts.results
@@ -145,6 +158,8 @@ class HFCausalLM(HFAdapter, CausalLM):
     def transform(self, hidden: Tensor, inputs: SequenceInputs) -> Tensor:
         count = inputs.packing.rows
         hidden, packing = at_least_one_row(hidden, inputs.packing)
+        if self.routing is not None and self.routing.tally is not None:
+            self.routing.tally.begin(packing.sequence, count)
         base, rows = self.base, hidden[None]
         blocks = base.get_submodule(self.layers)._modules
         driven = {key: self._driven(key, block, rows, packing) for key, block in blocks.items()}
@@ -172,7 +187,7 @@ class HFCausalLM(HFAdapter, CausalLM):
         owner, child = self._head_owner()
         whole = shallow(owner, {child: Calling(finish, owner._modules[child])})
         rows = hidden if len(hidden) else torch.cat([hidden, hidden.new_zeros(1, hidden.shape[1])])
-        return whole(inputs_embeds=rows[None], use_cache=False).logits[0][: len(hidden)]
+        return whole(inputs_embeds=rows[None], use_cache=False, **self._unrecorded).logits[0][: len(hidden)]
 
     def _run(
         self,
@@ -194,7 +209,13 @@ class HFCausalLM(HFAdapter, CausalLM):
                 position_ids=positions if len(positions) == 1 else positions[:, None],
                 attention_mask=some_mask(count),
                 use_cache=False,
+                **self._unrecorded,
             )
+
+    @property
+    def _unrecorded(self) -> dict[str, bool]:
+        """Return an argument of forwards: logits of routers are not collected, whatever the config says."""
+        return {"output_router_logits": False} if getattr(self.text, "output_router_logits", False) else {}
 
     def _with(self, blocks: Mapping[str, nn.Module], parts: Mapping[str, nn.Module]) -> nn.Module:
         base = self.base
@@ -276,17 +297,11 @@ def _fqn(owner: nn.Module, part: nn.Module | None) -> str:
 
 
 def _check_supported(who: str, config: Any) -> None:
-    """Refuse fields of a config with which packed rows would be wrong; warn of a loss that is left out."""
+    """Refuse fields of a config with which packed rows would be wrong."""
     for rope in _ropes(getattr(config, "rope_parameters", None)):
         if rope in ("dynamic", "longrope"):
             raise ModelError(f"{who}: rope_type {rope!r} changes with the longest sequence and cannot be packed")
     check_causal(who, config)
-    if getattr(config, "output_router_logits", False):
-        warnings.warn(
-            f"{who}: output_router_logits=true asks for transformers' loss on the balance of experts, which is left out"
-            " here: the loss is that of tokens alone",
-            stacklevel=3,
-        )
     heads, key_heads = getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", None)
     if key_heads and heads % key_heads:
         raise ModelError(f"{who}: num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}")

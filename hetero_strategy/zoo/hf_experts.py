@@ -6,6 +6,9 @@ of attention does.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,9 +18,12 @@ from torch import Tensor, nn
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.experts import routed
+from hetero_strategy.model.routing import Routing, count_choices
 
 HF_EXPERTS = "hetero_routed"
 """Name of the function in transformers' registry."""
+BIAS = "e_score_correction_bias"
+"""Name of a router's bias in every family that has one."""
 
 
 def use_routed_experts(model: nn.Module) -> None:
@@ -54,6 +60,75 @@ def check_experts(who: str, model: nn.Module, config: Any) -> None:
     for fqn, count in expert_parts(model).items():
         if visits > count:
             raise ModelError(f"{who}: num_experts_per_tok={visits}, but {fqn} has {count} experts; lower it")
+
+
+@contextmanager
+def routers_that_run(model: nn.Module) -> Iterator[list[str]]:
+    """Collect the FQNs of routers that run: modules of which transformers can record ``router_logits``, and that return
+    logits ``[T, experts]``, weights and experts of each row.
+    """
+    experts = max(expert_parts(model).values(), default=0)
+    recorders = [getattr(type(part), "_can_record_outputs", None) or {} for part in model.modules()]
+    classes = tuple({of["router_logits"].target_class for of in recorders if "router_logits" in of})
+    ran: list[str] = []
+
+    def note(fqn: str, router: nn.Module, given: Any, made: Any) -> None:
+        if isinstance(made, tuple) and len(made) == 3 and made[0].shape[-1] == experts:
+            ran.append(fqn)
+
+    named = [(fqn, part) for fqn, part in model.named_modules() if isinstance(part, classes)]
+    handles = [part.register_forward_hook(partial(note, fqn)) for fqn, part in named]
+    yield ran
+    for handle in handles:
+        handle.remove()
+
+
+def make_routing(
+    who: str, model: nn.Module, routers: list[str], config: Any, balance_loss: float | None, bias_step: float
+) -> Routing | None:
+    """Let a model's routers count their choices; None: it has none.
+
+    Args:
+        routers: FQNs of the routers that have run.
+        config: config of the language model.
+        balance_loss: coefficient of the balance loss; None: transformers' own, 0 unless its config asks for the loss.
+        bias_step: see :class:`Routing`.
+
+    Raises:
+        ModelError: the options are no numbers of at least 0, or the model has nothing that they change.
+    """
+    for name, value in (("balance_loss", balance_loss or 0), ("router_bias_step", bias_step)):
+        if not 0 <= value < math.inf:
+            raise ModelError(f"{who}: {name}={value!r}; use a number of at least 0")
+    if balance_loss is None:
+        asked = getattr(config, "output_router_logits", False) and routers
+        balance_loss = float(getattr(config, "router_aux_loss_coef", None) or 0) if asked else 0.0
+    biases = [bias for router in routers if (bias := _bias_of(model, router)) is not None]
+    if balance_loss and not routers:
+        raise ModelError(f"{who}: balance_loss={balance_loss}, but it has no routers that are known here; leave it out")
+    if bias_step and len(biases) != max(1, len(routers)):
+        raise ModelError(f"{who}: router_bias_step={bias_step}, but not all of its routers have {BIAS}; leave it out")
+    if not routers:
+        return None
+    experts = max(expert_parts(model).values())
+    named = tuple(f"model.{fqn}" for fqn in routers), tuple(f"model.{fqn}" for fqn in biases)
+    routing = Routing(named[0], experts, named[1] * (len(biases) == len(routers)), balance_loss, bias_step)
+    for number, fqn in enumerate(routers):
+        model.get_submodule(fqn).register_forward_hook(partial(count_choices, routing, number))
+    return routing
+
+
+def _bias_of(model: nn.Module, router: str) -> str | None:
+    """Return the FQN of a router's bias, in it or next to it, once it is a buffer: training changes it, no gradient."""
+    for owner in (router, router.rpartition(".")[0]):
+        for name, part in model.get_submodule(owner).named_modules(prefix=owner):
+            bias = getattr(part, BIAS, None)
+            if isinstance(bias, nn.Parameter):  # which FSDP would shard
+                delattr(part, BIAS)
+                part.register_buffer(BIAS, bias.detach())
+            if bias is not None:
+                return f"{name}.{BIAS}"
+    return None
 
 
 def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -194,11 +194,6 @@ def test_states_end_with_their_sequence_and_survive_recompute() -> None:
     )
 
 
-def test_a_loss_that_is_left_out_is_said() -> None:
-    with pytest.warns(UserWarning, match="output_router_logits=true .* the balance of experts, which is left out"):
-        hf_causal_lm(model_type="qwen3_moe", check=False, **TINY["qwen3_moe"] | {"output_router_logits": True})
-
-
 def test_several_shared_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = {f"model.layers.{n}.mlp.up_proj.weight": "model.layers.0.mlp.up_proj.weight" for n in (1, 2)}
     monkeypatch.setattr(Qwen2ForCausalLM, "get_expanded_tied_weights_keys", lambda *_, **__: pairs)

@@ -1,0 +1,274 @@
+"""Count the rows that routers send to experts, and keep experts in balance: by a loss, or by biases without one.
+
+The loss is that of Switch Transformers (arXiv:2101.03961, eq. 4-6) as transformers has it, over all layers together:
+``E * sum_e f_e P_e``, with the share ``f`` of rows that visit an expert and its mean probability ``P``. Both are of all
+instances' rows in a microbatch, and a step's loss is the mean over microbatches, weighted by their rows. Biases are
+those of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): they change which experts are chosen, and no weights.
+
+Only real rows count: neither alignment rows nor the row of an instance without samples.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+@dataclass(eq=False)
+class Routing:
+    """The routers of a module in the order of its layers, and what balances their experts.
+
+    Args:
+        routers: FQN of each router. It returns logits ``[T, experts]``, weights ``[T, k]`` and experts ``[T, k]``.
+        experts: number of experts in each layer.
+        biases: FQN of the buffer that each router adds to its scores before it chooses.
+        balance: coefficient of the loss; 0: there is none.
+        bias_step: size of a bias's change in each optimizer step; 0: biases stay.
+    """
+
+    routers: tuple[str, ...]
+    experts: int
+    biases: tuple[str, ...] = ()
+    balance: float = 0.0
+    bias_step: float = 0.0
+    tally: Tally | None = None
+    """Tally of the microbatch that runs now."""
+    chosen: Tensor | None = None
+    """int64 ``[layers, experts]``: rows of all ranks since the last optimizer step."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of experts of all layers."""
+        return len(self.routers) * self.experts
+
+
+@dataclass(eq=False)
+class Tally:
+    """The choices of routers in one microbatch on this rank."""
+
+    units: int
+    """Number of sequences; the rows of any further one are alignment."""
+    rows: Tensor
+    """int64 ``[layers, experts]``: rows that chose each expert."""
+    likeliest: Tensor
+    """int64 ``[experts]``: rows of all layers among whose likeliest experts each is; biases change nothing of it."""
+    probabilities: Tensor
+    """fp64 ``[experts]``: sum over the same rows."""
+    by_autograd: bool = False
+    """Whether :attr:`probabilities` has a gradient; else backward adds :attr:`slope`."""
+    again: bool = False
+    """Whether the microbatch has run, so that layers run again for backward."""
+    real: Tensor | None = None
+    """bool ``[T]``: whether each row is one of a sequence."""
+    slope: Tensor | None = None
+    """``[experts]``: gradient of the loss with respect to :attr:`probabilities`; None: zero."""
+
+    def begin(self, sequence: Tensor, rows: int) -> None:
+        """Note the sequence of each row, int64 ``[T]``, of which the first ``rows`` came in."""
+        self.real = sequence < (self.units if rows else 0)
+
+
+@torch.compiler.disable
+def count_choices(routing: Routing, number: int, router: nn.Module, given: Any, made: Any) -> Any:
+    """Count one layer's choices, and lead the gradient of the balance loss into the router's logits."""
+    tally = routing.tally
+    if tally is None or tally.real is None or not isinstance(made, tuple) or len(made) != 3:
+        return None
+    logits, weights, chosen = made
+    real = tally.real
+    if not tally.again:
+        tally.rows[number] += _histogram(chosen, real, routing.experts)
+    if not routing.balance:
+        return None
+    if not tally.again:
+        with torch.set_grad_enabled(tally.by_autograd and torch.is_grad_enabled()):
+            probabilities = _softmax(logits)
+            visits = probabilities.topk(chosen.shape[-1], dim=-1).indices
+            tally.likeliest += _histogram(visits, real, routing.experts)
+            tally.probabilities = tally.probabilities + (probabilities * real[:, None]).sum(0, dtype=torch.float64)
+    if tally.by_autograd or not torch.is_grad_enabled():
+        return None
+    return logits, _Balanced.apply(weights, logits, real, tally), chosen
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+
+
+def _histogram(chosen: Tensor, real: Tensor, experts: int) -> Tensor:
+    """Count the real rows ``[T]`` of each expert among the choices ``[T, k]``, int64 ``[experts]``."""
+    ones = real.to(torch.int64)[:, None].expand_as(chosen).reshape(-1)
+    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add_(0, chosen.reshape(-1).to(torch.int64), ones)
+
+
+class _Balanced(torch.autograd.Function):
+    """Weights as they are; backward adds the gradient of the balance loss to their logits."""
+
+    @staticmethod
+    def forward(ctx, weights: Tensor, logits: Tensor, real: Tensor, tally: Tally):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(logits, real)
+        ctx.tally = tally
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
+        logits, real = ctx.saved_tensors
+        slope = ctx.tally.slope
+        if slope is None or not ctx.needs_input_grad[1]:
+            return gradient, None, None, None
+        probabilities = _softmax(logits)
+        slope = slope.to(probabilities.dtype)
+        centred = slope - (probabilities * slope).sum(-1, keepdim=True)
+        return gradient, (probabilities * centred * real[:, None]).to(logits.dtype), None, None
+
+
+class StepRouting:
+    """The routing of one module's rows in a step, on this rank.
+
+    Args:
+        routing: routers of the module.
+        rows: rows of each microbatch on all ranks, without alignment.
+        into: fp64 ``[layers, experts]`` and fp64 scalar, to which choices and the loss are added.
+        seed: factor of the module's loss, a number or a scalar tensor; None: it is not used.
+        group: ranks among which the loss of a microbatch is one: all stages and all instances; None: this rank alone.
+        stages: microbatch -> number of forwards on this rank; default: one each.
+    """
+
+    def __init__(
+        self,
+        routing: Routing,
+        rows: Sequence[int],
+        into: tuple[Tensor, Tensor],
+        *,
+        seed: float | Tensor | None = 1.0,
+        group: dist.ProcessGroup | None = None,
+        stages: Mapping[int, int] | None = None,
+    ) -> None:
+        self.routing, self._rows, self._into = routing, rows, into
+        self._seed, self._group, self._stages = seed, group, stages or {}
+        self._open: dict[int, list[Tally]] = {}
+        self._sums: dict[int, tuple[Tensor, Tensor, Callable[[], object]]] = {}
+        """Microbatch -> ``likeliest`` of all ranks once the function has returned, and own ``probabilities``."""
+
+    def tally(self, units: int, *, by_autograd: bool = False) -> Tally:
+        """Return an empty tally for a forward of ``units`` sequences."""
+        routing, device = self.routing, self._into[0].device
+        zeros = partial(torch.zeros, device=device)
+        rows = zeros(len(routing.routers), routing.experts, dtype=torch.int64)
+        likeliest = zeros(routing.experts, dtype=torch.int64)
+        return Tally(units, rows, likeliest, zeros(routing.experts, dtype=torch.float64), by_autograd)
+
+    def add(self, microbatch: int, tally: Tally) -> None:
+        """Add the choices of a forward; after the rank's last one of a microbatch, start to sum over ranks."""
+        self._into[0].add_(tally.rows)
+        if not self.routing.balance:
+            return
+        tallies = self._open.setdefault(microbatch, [])
+        tallies.append(tally)
+        if len(tallies) < self._stages.get(microbatch, 1):
+            return
+        del self._open[microbatch]
+        likeliest = torch.stack([each.likeliest for each in tallies]).sum(0)
+        probabilities = torch.stack([each.probabilities for each in tallies]).sum(0)
+        wait: Callable[[], object] = bool
+        if self._group is not None:
+            work = dist.all_reduce(likeliest, group=self._group, async_op=True)
+            assert work is not None
+            wait = work.wait
+        self._sums[microbatch] = likeliest, probabilities, wait
+
+    def slope(self, microbatch: int) -> Tensor | None:
+        """Return :attr:`Tally.slope` of a microbatch that has run forward on all ranks."""
+        if microbatch not in self._sums or self._seed is None:
+            return None
+        likeliest, _, wait = self._sums[microbatch]
+        wait()
+        return likeliest.double() * (self._scale(microbatch) * self.routing.balance * self._seed)
+
+    def finish(self) -> Tensor:
+        """Add this rank's part of the loss, once all microbatches have run; return it times coefficient and seed."""
+        loss = torch.zeros_like(self._into[1])
+        for microbatch, (likeliest, probabilities, wait) in self._sums.items():
+            wait()
+            loss = loss + (likeliest * probabilities).sum() * self._scale(microbatch)
+        self._sums.clear()
+        self._into[1].add_(loss.detach())
+        return loss * (self.routing.balance * (0.0 if self._seed is None else self._seed))
+
+    def _scale(self, microbatch: int) -> float:
+        layers, own, all_rows = len(self.routing.routers), self._rows[microbatch], sum(self._rows)
+        return self.routing.experts / max(1, layers**2 * own * all_rows)
+
+
+@contextmanager
+def counting(
+    step: StepRouting | None, microbatch: int, units: int, *, by_autograd: bool = False
+) -> Iterator[Tally | None]:
+    """Count the choices of a forward of ``units`` sequences in a tally, if there are routers."""
+    if step is None:
+        yield None
+        return
+    tally = step.tally(units, by_autograd=by_autograd)
+    with running(step.routing, tally):
+        yield tally
+    tally.again = True
+    step.add(microbatch, tally)
+
+
+@contextmanager
+def running(routing: Routing | None, tally: Tally | None) -> Iterator[None]:
+    """Let routers use a microbatch's tally, in its forward or backward."""
+    if routing is not None:
+        routing.tally = tally
+    try:
+        yield
+    finally:
+        if routing is not None:
+            routing.tally = None
+
+
+# ---- biases ---------------------------------------------------------------------------------------------------------
+
+_waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules with counts since the last optimizer step."""
+_hook: list[Any] = []
+
+
+def note_choices(module: Any, rows: Tensor) -> None:
+    """Keep the rows of all ranks that chose each expert, int64 ``[layers, experts]``, until the optimizer's step."""
+    routing: Routing = module.routing
+    if not (routing.bias_step and routing.biases):
+        return
+    routing.chosen = rows.clone() if routing.chosen is None else routing.chosen + rows
+    _waiting.add(module)
+    if not _hook:
+        _hook.append(register_optimizer_step_post_hook(_after_step))
+
+
+@torch.no_grad()
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Change the biases of routers whose weights an optimizer has changed: towards experts with too few rows."""
+    if not _waiting:
+        return
+    changed = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    for module in [*_waiting]:
+        routing: Any = module.routing
+        for number, (router, bias) in enumerate(zip(routing.routers, routing.biases, strict=True)):
+            if not any(id(p) in changed for p in module.get_submodule(router).parameters()):
+                continue
+            path, _, name = bias.rpartition(".")
+            buffer, rows = module.get_submodule(path).get_buffer(name), routing.chosen[number]
+            if not buffer.is_meta:  # else it is another rank's
+                # mean - rows, in whole numbers
+                buffer += routing.bias_step * (rows.sum() - rows * routing.experts).sign().view_as(buffer)
+            rows.zero_()
