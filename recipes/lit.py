@@ -51,6 +51,8 @@ class LitMultimodal(L.LightningModule):
         out = self.model(batch)
         self.log("train/loss", out.loss)  # with prog_bar=True every step would wait for the device
         self.log("train/accuracy", out.accuracy)
+        for balance in out.balance_losses.values():  # of a language model with experts
+            self.log("train/balance_loss", balance)
         if len(out.losses) > 1:  # one loss per module
             self.log_dict({f"train/loss_{name}": share.detach() for name, share in out.losses.items()})
         return out.loss

@@ -41,6 +41,7 @@ class GroupRegistry:
             weights.
         device_type: ``"cuda"`` or ``"cpu"``; never guessed.
         timeout: limit of every collective in the groups created here.
+        with_balance: names of modules with a loss on the balance of their experts.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class GroupRegistry:
         rank_sets_needed: Iterable[Iterable[int]],
         device_type: str,
         timeout: timedelta | None = None,
+        with_balance: Iterable[str] = (),
     ) -> None:
         self.device_type = device_type
         self._timeout, self._placement = timeout, placement
@@ -65,6 +67,9 @@ class GroupRegistry:
         contexts, exchanges = context_sets(placement), exchange_sets(placement)
         self._contexts = dict(zip(contexts, self._new(contexts), strict=True))
         self._exchanges = dict(zip(exchanges, self._new(exchanges), strict=True))
+        # A stage starts to sum before later stages come, while their ranks may run anything else.
+        balances = [(name, ranks) for name in with_balance for ranks in balance_sets(placement.layouts[name])]
+        self._balances = dict(zip(balances, self._new([ranks for _, ranks in balances]), strict=True))
         layouts = placement.layouts.items()
         self._meshes = {name: self._mesh(name, layout, mesh_sizes(layout)) for name, layout in layouts}
         self._expert_meshes = {name: self._mesh(name, x, expert_sizes(x)) for name, x in layouts if x.ep > 1}
@@ -98,6 +103,12 @@ class GroupRegistry:
         lines = (ranks for ranks in context_sets(replace(self._placement, layouts=layouts)) if self._rank in ranks)
         return next((self._contexts[ranks] for ranks in lines), None)
 
+    def balanced(self, module: str) -> dist.ProcessGroup | None:
+        """Return the group of the ranks of all stages and instances that have this rank's tensor-parallel coordinate,
+        for a module with a loss on the balance of its experts; None: it has none, or this rank is alone.
+        """
+        return next((g for (name, ranks), g in self._balances.items() if name == module and self._rank in ranks), None)
+
     def channels(self, sets: Sequence[tuple[int, ...]]) -> list[dist.ProcessGroup | None]:
         """Return a group for each rank set, whose messages never wait for other channels; None as in :meth:`group`.
 
@@ -115,13 +126,15 @@ class GroupRegistry:
     @property
     def created(self) -> tuple[tuple[int, ...], ...]:
         """Return the rank sets of groups created at start, in one order on every rank, without ranks alone."""
-        return tuple(ranks for ranks in (*self._groups, *self._contexts, *self._exchanges) if len(ranks) > 1)
+        balances = (ranks for _, ranks in self._balances)
+        return tuple(r for r in (*self._groups, *self._contexts, *self._exchanges, *balances) if len(r) > 1)
 
     def limit(self, timeout: timedelta) -> None:
         """Limit collectives of the world and of modules to this time. Groups on the host keep theirs: reading and
         writing files during training may take longer than a step.
         """
-        for group in (*self._groups.values(), *self._contexts.values(), *self._exchanges.values(), *self._channels):
+        tables = (self._groups, self._contexts, self._exchanges, self._balances)
+        for group in (*(group for table in tables for group in table.values()), *self._channels):
             if group is not None:
                 _set_pg_timeout(timeout, group)
 
@@ -280,6 +293,14 @@ def exchange_sets(placement: Placement) -> list[tuple[int, ...]]:
         if layout.ep > 1
     ]
     return list(dict.fromkeys(line for part in parts for line in _lines(part, part.ndim - 1)))
+
+
+def balance_sets(layout: ModuleLayout) -> list[tuple[int, ...]]:
+    """List the rank sets of :meth:`GroupRegistry.balanced`, in the one order in which all ranks create their groups.
+    Pure.
+    """
+    slices = np.stack(list(layout.grid())).reshape(-1, layout.tp)
+    return [tuple(sorted(int(rank) for rank in ranks)) for ranks in slices.T if len(ranks) > 1]
 
 
 def expert_sizes(layout: ModuleLayout) -> dict[str, int]:

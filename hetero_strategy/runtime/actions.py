@@ -23,6 +23,7 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.combine import StepSums
 from hetero_strategy.model.inputs import ModuleInputs
 from hetero_strategy.model.kind import LossOutput, check_output
+from hetero_strategy.model.routing import StepRouting, Tally, counting, running
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.copies import copies_of
 from hetero_strategy.parallelize.gradients import Reached, settle
@@ -47,6 +48,7 @@ class LocalStage:
         seat: coordinate of this rank in the stage's module.
         replicas: ranks with equal parameters that saw other data (``dp_replicate`` without FSDP).
         tensor_parallel: ranks that split an instance's layers.
+        balanced: ranks among which the balance of experts is one loss, see :meth:`GroupRegistry.balanced`.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class LocalStage:
         seat: Coordinate,
         replicas: dist.ProcessGroup | None = None,
         tensor_parallel: dist.ProcessGroup | None = None,
+        balanced: dist.ProcessGroup | None = None,
     ) -> None:
         self.adapter, self.node, self.seat = adapter, node, seat
-        self._replicas, self._tensor_parallel = replicas, tensor_parallel
+        self._replicas, self._tensor_parallel, self.balanced = replicas, tensor_parallel, balanced
         self.rows_of = node.row_sharding.part_of(seat.shard, node.grid.shape[1])
         """Number of the part of the instance's rows that this rank has."""
         self.speaks = seat.tensor == 0
@@ -173,6 +176,8 @@ class Live:
     rows: Output | None = None
     loss: Output | None = None
     later: WeightsLater | None = None
+    tally: Tally | None = None
+    """Choices of its routers, which layers that run again do not count again."""
     come_back: Callable[[], None] | None = None
     """Function that starts to copy activations back from host memory."""
 
@@ -206,6 +211,8 @@ class RunningStep:
     live: dict[tuple[StageId, int], Live] = field(default_factory=dict)
     gradients: dict[int, torch.Tensor | None] = field(default_factory=dict)
     """Gradients of a failed step by ``id`` of their parameter, whose ``.grad`` has its earlier value again."""
+    routed: dict[str, StepRouting] = field(default_factory=dict)
+    """Routing of the modules that have routers, in training."""
     sums_under_way: list[Callable[[], None]] = field(default_factory=list)
     """Functions that wait for sums of gradients over data-parallel ranks; the sums overlap the rest of the step."""
 
@@ -250,7 +257,9 @@ class RunningStep:
         if self.seeds:
             where = self.call, microbatch, seat.instance, seat.shard, self.device
             live.seed = stage.random_numbers.start(plan.metadata, *where, rows_of=stage.rows_of)
-        out = stage.forward(inputs, rows, hidden, differentiable=differentiable)
+        units = plan.assignments[node.module][microbatch].of(seat.instance)
+        with counting(self.routed.get(node.module), microbatch, len(units)) as live.tally:
+            out = stage.forward(inputs, rows, hidden, differentiable=differentiable)
         if stage.host is not None and stage.host.latest is not None:
             live.come_back = stage.host.latest.start
         if isinstance(out, torch.Tensor):
@@ -258,7 +267,6 @@ class RunningStep:
         else:
             live.loss, live.rows = Output.of(out.loss_sum), self._give(do, out.hidden)
             if stage.speaks:
-                units = plan.assignments[node.module][microbatch].of(seat.instance)
                 self.sums.add(node.module, units, inputs, out)
         if differentiable:
             self.live[node, microbatch] = live
@@ -275,11 +283,14 @@ class RunningStep:
         roots = self._roots(do, live, gradient)
         if roots and live.come_back is not None:
             live.come_back()
-        if do.action.kind == "I":
-            live.later = stage.inputs_first(roots, live.leaves)
-        else:
-            del self.live[key]
-            stage.backward(roots, do, self.reached)
+        if live.tally is not None:
+            live.tally.slope = self.routed[do.action.node.module].slope(do.action.microbatch)
+        with running(stage.adapter.routing, live.tally):
+            if do.action.kind == "I":
+                live.later = stage.inputs_first(roots, live.leaves)
+            else:
+                del self.live[key]
+                stage.backward(roots, do, self.reached)
         for number, leaf in zip(do.gives, live.leaves, strict=True):
             if number is not None:
                 self.transport.give(number, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)

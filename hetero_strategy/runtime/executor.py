@@ -7,6 +7,7 @@ The program says what each action reads, where its rows go and when each transfe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.combine import StepSums
 from hetero_strategy.model.inputs import without_waiting
 from hetero_strategy.model.random_numbers import Seeding, random_state_kept
+from hetero_strategy.model.routing import StepRouting
 from hetero_strategy.parallelize import fsdp
 from hetero_strategy.parallelize.copies import masters_kept
 from hetero_strategy.parallelize.gradients import Tied
@@ -75,6 +77,10 @@ class Executor:
     """Copies of inputs to the device; None: the device is the host."""
     running: RunningStep | None = field(init=False, default=None)
     """The step in progress, or the one that failed."""
+    expert_rows: Mapping[str, torch.Tensor] = field(init=False, default_factory=dict)
+    """Rows that chose each expert in the last training step, by module with routers, int64 ``[layers, experts]``: sums
+    over all ranks, the same on every rank, reduced with the step's losses. :attr:`Routing.routers` names the layers;
+    :attr:`ModelOutput.expert_rows` has the same tensors."""
     seeding: Seeding = field(init=False)
     """Switch for the seeding of modules."""
     unreached: Unreached = field(init=False)
@@ -116,8 +122,11 @@ class Executor:
             self.run_actions(step)
             if train:
                 self.tied.settle({a.action.node.module for a in batch.program.actions if a.last}, self.unreached.noted)
+        for routed in step.routed.values():
+            routed.finish()
         self.release(train=train)
         self._reduce(step.sums, batch)
+        self.expert_rows = step.sums.expert_rows or self.expert_rows
         step.transport.drain()
         self.running = None
         self.recorder.close()
@@ -194,8 +203,26 @@ class Executor:
             device=self.device,
             call=call,
             seeds=not self.seeding.idle,
+            routed=self._routed(sums, program, factors) if travels is Transport else {},
         )
         return self.running
+
+    def _routed(self, sums: StepSums, program: StepProgram, factors: Factors) -> dict[str, StepRouting]:
+        """Return the routing of the modules on this rank that count choices of experts in a step."""
+        forwards = Counter((a.action.node.module, a.action.microbatch) for a in program.actions if a.action.kind == "F")
+        routed = {}
+        for name, local in {node.module: local for node, local in self.local.items()}.items():
+            factor = factors.get(name, 1.0)
+            routing = sums.routing(
+                name,
+                speaks=local.speaks,
+                seed=None if factor is None else factor * self.weights.get(name, 0.0),
+                group=local.balanced,
+                stages={microbatch: count for (module, microbatch), count in forwards.items() if module == name},
+            )
+            if routing is not None:
+                routed[name] = routing
+        return routed
 
     def release(self, *, train: bool) -> None:
         """Free gathered weights of stages whose gradients are not reduced; reducing gradients would free them."""

@@ -129,7 +129,8 @@ def assemble(
             each.check(name, modules[name], layouts[name], options.storage.compute, device)
     if device.type != "meta":
         check_first_values(modules, layouts, device)
-    registry = GroupRegistry(placement, tied_rank_sets(modules, layouts), connected.type, timeout)
+    balanced = [name for name, module in modules.items() if module.routing is not None and module.routing.balance]
+    registry = GroupRegistry(placement, tied_rank_sets(modules, layouts), connected.type, timeout, balanced)
     rows = [(plan.spec.width(s.module, t.module), options.storage.compute) for s, t in graph.edges]
     channels = _channels(registry, graph, rows, rank, connected)
     connect(graph, channels, rank)
@@ -329,7 +330,8 @@ def _local(
     seat = placement.coordinate(name, rank)
     assert seat is not None
     replicas = None if isinstance(stage, FSDPModule) else _axis(registry, layout.dp_replicate, name, "dp_replicate")
-    return LocalStage(stage, graph.stages[node], seat, replicas, _axis(registry, layout.tp, name, "tp"))
+    tensor_parallel = _axis(registry, layout.tp, name, "tp")
+    return LocalStage(stage, graph.stages[node], seat, replicas, tensor_parallel, registry.balanced(name))
 
 
 def _axis(registry: GroupRegistry, degree: int, name: str, axis: str) -> dist.ProcessGroup | None:

@@ -188,12 +188,13 @@ class Mixture(HFCausalLM):
 
     Args:
         visits: experts of a row; with 1, routers have no preference and send all rows to one expert.
+        balance_loss: as in :class:`HFCausalLM`.
         sizes: fields of its config.
     """
 
-    def __init__(self, visits: int, head_dim: int, **sizes: Any) -> None:
+    def __init__(self, visits: int, head_dim: int, balance_loss: float | None = None, **sizes: Any) -> None:
         experts = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": visits}
-        super().__init__(Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes, **experts))
+        super().__init__(Qwen3MoeForCausalLM, Qwen3MoeConfig(**sizes, **experts), balance_loss=balance_loss)
         self.visits = visits
 
     @override
@@ -209,6 +210,7 @@ LANGUAGE_MODELS: dict[str, Callable[..., Any]] = {
     "hf_qwen3": hf_qwen3,
     "mixture": partial(Mixture, 2),
     "all to one expert": partial(Mixture, 1),
+    "balanced": partial(Mixture, 2, balance_loss=0.5),
 }
 
 

@@ -167,7 +167,7 @@ def test_numbers_of_rows_are_exchanged_once_with_recompute(pool: Pool) -> None:
             assert found["error"] < 1e-12 and len(found["sent"]) == exchanges
 
 
-ROUTERS, STACKS = (tuple(f"llm.model.model.layers.{n}.mlp.{part}" for n in (0, 1)) for part in ("gate", "experts"))
+STACKS = tuple(f"llm.model.model.layers.{n}.mlp.experts" for n in (0, 1))
 Case = tuple[str, dict[str, Any], dict[str, Any]]
 QUICK: dict[str, Case] = {
     "each": ("1f1b", {"ep": 4}, {"reshard_after_forward": "always"}),
@@ -178,6 +178,7 @@ QUICK: dict[str, Case] = {
     "frozen embedding": ("zb_h1", {"pp": 2, "ep": 2}, {"freeze": ("llm.model.model.embed_tokens",)}),
     "all to one": ("1f1b", {"ep": 4}, {"lm": "all to one expert", "transforms": {"llm": {"recompute": "all"}}}),
     "fp32": ("1f1b", {"tp": 2, "ep": 2}, {"precision": "32-true"}),
+    "balanced": ("zbv", {"pp": 2, "tp": 2, "ep": 2}, {"lm": "balanced", "transforms": {"llm": {"recompute": "all"}}}),
 }
 SCHEDULED: dict[str, Case] = {
     "1f1b": ("1f1b", {"pp": 2, "ep": 2}, {}),
@@ -202,7 +203,7 @@ PLACED: dict[str, Case] = {
 }
 CHANGED: dict[str, Case] = {
     "all frozen": ("1f1b", {"ep": 4}, {"freeze": ("llm",)}),
-    "frozen router": ("1f1b", {"ep": 4}, {"freeze": ROUTERS}),
+    "frozen router": ("1f1b", {"ep": 4}, {"freeze": ("llm.router",)}),
     "frozen experts": ("1f1b", {"ep": 4}, {"freeze": STACKS}),
     "all to one, tp": ("1f1b", {"tp": 2, "ep": 4}, {"lm": "all to one expert"}),
     "fp32": ("1f1b", {"ep": 4}, {"precision": "32-true"}),
@@ -213,21 +214,36 @@ CHANGED: dict[str, Case] = {
     "cast, tp": ("1f1b", {"dp_replicate": 2, "tp": 2, "ep": 2}, {"precision": "32-mixed"}),
     "cast, frozen": ("1f1b", {"ep": 4}, {"precision": "32-mixed", "freeze": STACKS}),
 }
+BALANCED: dict[str, Case] = {
+    name: (schedule, degrees, {"lm": "balanced", **options})
+    for name, (schedule, degrees, options) in {
+        "ep 1": ("1f1b", {}, {"reshard_after_forward": "always"}),
+        "ep 4": ("1f1b", {"ep": 4}, {}),
+        "tp 2": ("1f1b", {"tp": 2}, {}),
+        "tp 2, ep 4": ("1f1b", {"tp": 2, "ep": 4}, {}),
+        "cp 2, ep 4": ("1f1b", {"cp": 2, "ep": 4}, {}),
+        "frozen": ("1f1b", {"ep": 4}, {"freeze": ("llm",)}),
+        "frozen router": ("1f1b", {"ep": 2}, {"freeze": ("llm.router",)}),
+    }.items()
+} | {f"{name}, balanced": (*case[:2], {**case[2], "lm": "balanced"}) for name, case in SCHEDULED.items()}
 """Name -> schedule, degrees of the language model on four ranks, and more options of the setting."""
 
 
 @pytest.mark.parametrize(
-    "cases", [QUICK, *(pytest.param(cases, marks=pytest.mark.full) for cases in (SCHEDULED, PLACED, CHANGED))],
-    ids=["quick", "schedules", "layouts", "changes"],
+    "cases",
+    [QUICK, *(pytest.param(cases, marks=pytest.mark.full) for cases in (SCHEDULED, PLACED, CHANGED, BALANCED))],
+    ids=["quick", "schedules", "layouts", "changes", "balance"],
 )  # fmt: skip
 def test_steps_are_those_of_one_process(pool: Pool, folders: dict[bool, str], cases: dict[str, Case]) -> None:
-    """Two microbatches with other numbers of rows on each instance, and three with an instance that has none."""
+    """Two microbatches with other numbers of rows on each instance, and three with an instance that has none. A loss on
+    balance is one of each microbatch.
+    """
     given: dict[str, Given] = {}
     for name, (schedule, degrees, options) in cases.items():
         layouts = {"vision": on(0, 1), "llm": on(0, 1, 2, 3, **degrees)}
         layers = {} if "pp" in degrees else {"llm_layers": 2}
         setting = setting_of(folders, layouts, schedule, **{"lm": "mixture", **layers, **options})
-        given[name] = setting, expected(setting), [2, 3], 0
+        given[name] = setting, expected(setting), [2] if setting.lm == "balanced" else [2, 3], 0
     found: dict[str, list[str]] = {}
     for name, runs in run_together(pool, given).items():
         bound = EXACT if given[name][0].precision == "64-true" else 1e-5
