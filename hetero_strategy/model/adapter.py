@@ -25,7 +25,7 @@ from hetero_strategy.model.hf_folder import HFWeights
 from hetero_strategy.model.inputs import RawRows
 from hetero_strategy.model.kind import Media, ModuleKind
 from hetero_strategy.model.random_numbers import RandomNumbers, separate_columns
-from hetero_strategy.model.routing import Routing
+from hetero_strategy.model.routing import Routing, biases_of
 from hetero_strategy.model.tensor_parallel import by_part, matches, plan_faults
 from hetero_strategy.model.without_values import on_meta
 
@@ -349,7 +349,7 @@ class Adapter(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
         # Casts (``.bfloat16()``) skip position tables: rounding them breaks rotary embeddings silently. They skip
         # biases of routers, too, which change by less than a rounding.
-        tables = [*_position_tables(self), *self._biases()]
+        tables = [*_position_tables(self), *biases_of(self, self.routing)]
         for owner, name, _ in tables:
             owner._buffers[name] = None
         super()._apply(fn, recurse)
@@ -357,13 +357,6 @@ class Adapter(nn.Module):
             device = fn(torch.empty(0, device=table.device)).device
             owner._buffers[name] = torch.empty_like(table, device=device) if table.is_meta else table.to(device)
         return self
-
-    def _biases(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """Yield (owner, name, value) of the routers' biases that this stage has."""
-        owners = dict(self.named_modules())
-        for path, _, name in (fqn.rpartition(".") for fqn in (self.routing.biases if self.routing else ())):
-            if path in owners:
-                yield owners[path], name, owners[path].get_buffer(name)
 
 
 def _clone(module: nn.Module, fqn: str, around: Collection[str], pairs: list[tuple[nn.Module, nn.Module]]) -> Any:

@@ -239,6 +239,15 @@ def running(routing: Routing | None, tally: Tally | None) -> Iterator[None]:
 
 # ---- biases ---------------------------------------------------------------------------------------------------------
 
+
+def biases_of(module: nn.Module, routing: Routing | None) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield (owner, name, value) of the biases of routers that a stage has."""
+    owners = dict(module.named_modules()) if routing is not None and routing.biases else {}
+    for path, _, name in (fqn.rpartition(".") for fqn in (routing.biases if routing is not None else ())):
+        if path in owners:
+            yield owners[path], name, owners[path].get_buffer(name)
+
+
 _waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Modules with counts since the last optimizer step."""
 _hook: list[Any] = []
