@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 @dataclass
 class LMOutput(LossOutput):
     """A language model's output for one microbatch of T rows, L of them labelled. The loss is the cross entropy summed
-    over these; ``hidden`` are all rows after the last block and before the final norm.
+    over these; ``hidden`` are all rows after the last block and before the final norm. With context parallelism the L
+    labels are those of :attr:`SequenceInputs.spread`, which may be of rows on other ranks.
     """
 
     correct: Tensor
@@ -118,7 +119,10 @@ class CausalLMKind(ModuleKind):
     @override
     def measured(self, inputs: SequenceInputs, output: LMOutput) -> tuple[Tensor, Tensor]:
         assert inputs.labelled is not None
-        sequence = inputs.packing.sequence.index_select(0, inputs.labelled)
+        if inputs.spread is None:
+            sequence = inputs.packing.sequence.index_select(0, inputs.labelled)
+        else:
+            sequence = inputs.spread.sequence
         per_sequence = output.loss_sum.new_zeros(2, len(inputs.packing.lengths), dtype=torch.int64)
         counted = torch.stack([torch.ones_like(output.correct), output.correct])
         wanted, right = per_sequence.index_add_(1, sequence, counted.to(torch.int64))
@@ -138,10 +142,10 @@ class CausalLMKind(ModuleKind):
     ) -> tuple[np.ndarray, Tensor]:
         labels = metadata.labels
         starts = ragged.starts(labels)[units]
-        if inputs.own_labels is None:
+        if inputs.spread is None:
             place = ragged.expand(starts, labels[units])
         else:
-            sequence, number = inputs.own_labels.T
+            sequence, number = inputs.spread.own.T
             place = starts[sequence] + number
         if len(place) != len(output.predicted):
             raise DataError(f"the plan says {len(place)} labels, the batch holds {len(output.predicted)}")
@@ -279,12 +283,14 @@ class CausalLM(Adapter):
         return [part for part in parts if part is not None]
 
     def score(self, rows: Tensor, inputs: SequenceInputs) -> LMOutput:
-        """Compute loss and likeliest tokens of labelled rows among ``[T, width]``, one chunk of logits at a time."""
+        """Compute loss and likeliest tokens of labelled rows among ``[T, width]``, one chunk of logits at a time; with
+        context parallelism a collective that spreads labelled rows evenly.
+        """
         assert inputs.labelled is not None
-        labels = inputs.labels.index_select(0, inputs.labelled)
-        chunks = zip(
-            rows.index_select(0, inputs.labelled).split(self.head_rows), labels.split(self.head_rows), strict=True
-        )
+        labels, rows = (x.index_select(0, inputs.labelled) for x in (inputs.labels, rows))
+        if inputs.spread is not None:
+            labels, rows = inputs.spread.tokens, inputs.spread.scored(rows, self.context_group)
+        chunks = zip(rows.split(self.head_rows), labels.split(self.head_rows), strict=True)
         if torch.is_grad_enabled():
             again = partial(checkpoint, self._of_chunk, use_reentrant=False)
             scored = [again(*chunk) for chunk in chunks]

@@ -17,8 +17,9 @@ from torch import Tensor
 from hetero_strategy import ragged
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.head_exchange import HeadExchange
-from hetero_strategy.model.inputs import IGNORE, ModuleInputs, Movable, Packing, SequenceInputs
+from hetero_strategy.model.inputs import ModuleInputs, Movable, Packing, SequenceInputs
 from hetero_strategy.model.seen_keys import SeenKeys, Segments, seen_keys
+from hetero_strategy.model.spread_labels import spread_labels
 
 _C10D = torch.ops._c10d_functional
 
@@ -104,16 +105,13 @@ def in_context(
             " more numbers of each row; set cp=1"
         )
     packing, own = inputs.packing, dealt[rank]
-    sequence, labelled = packing.sequence.numpy(), np.flatnonzero(inputs.labels.numpy() != IGNORE)
-    of, count = sequence[labelled], np.bincount(sequence[labelled], minlength=len(packing.lengths))
-    own_labels = np.stack([of, np.arange(len(of)) - ragged.starts(count)[of]], axis=1)
     own_rows = torch.from_numpy(own)
     part = replace(packing, positions=packing.positions[own_rows], sequence=packing.sequence[own_rows], alike=False)
     if by_heads:
         part = replace(part, masks={}, context=HeadExchange(rank, ranks, packing))
     else:
         part = _with_keys(part, packing, rank, dealt, windows or (None,))
-    return replace(inputs.cut(own_rows), packing=part, own_labels=own_labels[np.isin(labelled, own)])
+    return replace(inputs.cut(own_rows), packing=part, spread=spread_labels(inputs, rank, dealt))
 
 
 def _with_keys(

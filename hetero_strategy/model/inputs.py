@@ -16,6 +16,7 @@ from hetero_strategy.errors import DataError
 if TYPE_CHECKING:
     from hetero_strategy.model.context import Context
     from hetero_strategy.model.head_exchange import HeadExchange
+    from hetero_strategy.model.spread_labels import SpreadLabels
 
 IGNORE = -100
 """Label of a row without a loss."""
@@ -248,9 +249,8 @@ class SequenceInputs(ModuleInputs):
     """The T rows, packed; alignment rows form a last sequence of their own with labels -100."""
     labelled: torch.Tensor | None = None
     """int64: rows with a label, ascending; computed when the inputs are made, on the host."""
-    own_labels: np.ndarray | None = None
-    """int64 ``[labels, 2]``, on the host: sequence of each label of these rows, and its number among that sequence's
-    labels, with context parallelism; None: these rows have all labels."""
+    spread: SpreadLabels | None = None
+    """Labels that this rank scores, with context parallelism; None: those of these rows."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Name -> more numbers of each row, int64 or floating point ``[..., T]``, such as positions along several axes; 0
     at alignment rows. All stages and tensor-parallel ranks have them, a context-parallel rank those of its rows."""
@@ -271,8 +271,8 @@ class SequenceInputs(ModuleInputs):
         sequences[: len(bad)] = bad
         silent = torch.from_numpy(sequences).to(self.labels.device).index_select(0, self.packing.sequence)
         labels = self.labels.masked_fill(silent, IGNORE)
-        own = None if self.own_labels is None else self.own_labels[~sequences[self.own_labels[:, 0]]]
-        return replace(self, labels=labels, labelled=None, own_labels=own)
+        spread = None if self.spread is None else self.spread.silenced(sequences)
+        return replace(self, labels=labels, labelled=None, spread=spread)
 
     @override
     def only(self, units: np.ndarray) -> Self:

@@ -220,8 +220,8 @@ class ModuleKind(ABC):
         return {}
 
     def measured(self, inputs: Any, output: Any) -> Sequence[Tensor]:
-        """Return one microbatch's scalar summand of each of the :meth:`metrics`; with context parallelism, of this
-        rank's rows, see :class:`~hetero_strategy.model.context.Context`.
+        """Return one microbatch's scalar summand of each of the :meth:`metrics`; with context parallelism, of the
+        labels that this rank scores, see :class:`~hetero_strategy.model.spread_labels.SpreadLabels`.
         """
         return ()
 
@@ -240,7 +240,7 @@ class ModuleKind(ABC):
         self, metadata: StepMetadata, module: str, units: np.ndarray, inputs: Any, output: Any
     ) -> tuple[np.ndarray, Tensor] | None:
         """Return one microbatch's part of the :meth:`result`: int64 row numbers and their values, or None. With context
-        parallelism, for this rank's rows.
+        parallelism, for the labels that this rank scores.
 
         Args:
             metadata: metadata of the global batch.

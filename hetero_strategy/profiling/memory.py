@@ -189,7 +189,7 @@ class MemoryModel:
                     labelled = None
                     if labels is not None and node == nodes[-1]:
                         labelled = np.stack([np.diff(ragged.offsets(labels[a.units])[a.offsets]) for a in assignments])
-                        labelled = np.minimum(labelled[:, own], rows[:, own, 0])  # one rank may have all of them
+                        labelled = -(-labelled[:, own] // layout.cp)
                     needs[node] = stage_needs(
                         self.activations[name], layout, stage.row_sharding.parts // layout.cp, transforms.get(name, {}),
                         sizes[node], blocks_of(layout, node), rows[:, own], labelled,
