@@ -376,21 +376,24 @@ class _Runs:
 def _runs(lengths: np.ndarray, spans: Spans, of: tuple[str, ...] | None) -> _Runs:
     """Cut sequences into runs of text and of items of some modules."""
     wanted = spans.rows > 0 if of is None else (spans.rows > 0) & np.isin(spans.source, of)
-    sequence, position, rows = (column[wanted] for column in (spans.sequence, spans.start, spans.rows))
+    columns = spans.sequence, spans.start, spans.rows, spans.source
+    sequence, position, rows, source = (column[wanted] for column in columns)
     begins = ragged.starts(lengths)
     if (out := (position < 0) | (position + rows > lengths[sequence])).any():
         at = int(np.argmax(out))
         raise DataError(
-            f"an item of {rows[at]} rows from row {position[at]} leaves its sequence {sequence[at]} of"
-            f" {lengths[sequence[at]]} rows"
+            f"{source[at]}: an item of {rows[at]} rows from row {position[at]} leaves its sequence {sequence[at]} of"
+            f" {lengths[sequence[at]]} rows: correct its start or rows in the metadata"
         )
     first = begins[sequence] + position
     order = np.argsort(first, kind="stable")
     first, end = first[order], (first + rows)[order]
     if (over := end[:-1] > first[1:]).any():
         at = order[np.argmax(over)]
-        where = f"from row {position[at]} of sequence {sequence[at]}"
-        raise DataError(f"an item of {rows[at]} rows {where} overlaps the next")
+        raise DataError(
+            f"{source[at]}: an item of {rows[at]} rows from row {position[at]} of sequence {sequence[at]} overlaps the"
+            " next: correct its start or rows in the metadata"
+        )
     edges = np.unique(np.concatenate([begins[lengths > 0], first, end]))
     total = int(lengths.sum())
     edges = edges[edges < total]

@@ -73,9 +73,13 @@ def test_faults_are_named() -> None:
             Causal(window)
     with pytest.raises(ModelError, match="a window of 0 rows"):
         BidirectionalItems(window=0)
-    with pytest.raises(DataError, match="an item of 3 rows from row 2 leaves its sequence 0 of 4 rows"):
+    with pytest.raises(
+        DataError, match="vision: an item of 3 rows from row 2 leaves its sequence 0 of 4 rows: correct"
+    ):
         ItemsAlone().slices(lengths, items((1, 0, 2), (0, 2, 3)))
-    with pytest.raises(DataError, match="an item of 3 rows from row 1 of sequence 1 overlaps the next"):
+    with pytest.raises(
+        DataError, match="vision: an item of 3 rows from row 1 of sequence 1 overlaps the next: correct"
+    ):
         BidirectionalItems().slices(lengths, items((1, 3, 2), (1, 1, 3)))
     with pytest.raises(DataError, match=r"attention='prefix' needs the rows before the first predicted .* index again"):
         Prefix().slices(lengths, items((1, 0, 2)))

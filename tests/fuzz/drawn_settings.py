@@ -254,6 +254,8 @@ class _Drawing:
                 found[degree] *= factor
         if found["cp"] > 1:
             found["cp_order"] = self.rng.choice(("auto", "auto", "zigzag", "blocks"))
+            if 4 % (found["cp"] * found["tp"]) == 0 and self.often(0.4):  # of 4 heads
+                found["cp_form"] = "heads"
         return found
 
     def schedule(self, pipelined: Sequence[str]) -> str:
@@ -465,7 +467,7 @@ def _smaller_layouts(layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             rest = {key: value for key, value in layout.items() if key not in (degree, *without)}
             yield rest | {"ranks": ranks[: len(ranks) // size]}
             yield rest | {"ranks": ranks[-len(ranks) // size :]}
-    for key in ("split", "vpp", "ep"):
+    for key in ("split", "vpp", "ep", "cp_form", "cp_order"):
         if key in layout:
             dropped = ("split", "pp_style", "vpp") if key == "vpp" else (key,)
             yield {name: value for name, value in layout.items() if name not in dropped}
