@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.common import Options, option, program, report
 from benchmarks.pipelines import Turn, run_turns
 from hetero_strategy.layout import ModuleLayout
-from hetero_strategy.mask import Causal, ItemsAlone, Slices, Spans
+from hetero_strategy.mask import Causal, ItemsAlone, MaskRule, Slices, Spans
 from hetero_strategy.plan.deal_rows import RankPieces, RowCost, deal_rows, pairs_and_keys
 from hetero_strategy.profiling.allocations import Allocations
 from hetero_strategy.testing import Setting
@@ -66,16 +66,21 @@ def documents(rows: int, median: float, sigma: float, rng: np.random.Generator) 
     return np.diff(np.append(0, ends[: int(np.searchsorted(ends, rows)) + 1]))
 
 
-def mask_of(kind: str, rows: int, rng: np.random.Generator) -> tuple[np.ndarray, Slices]:
-    """Draw the lengths of sequences and their mask."""
+def rule_of(kind: str, rows: int, rng: np.random.Generator) -> tuple[np.ndarray, MaskRule, Spans]:
+    """Draw the lengths of sequences, their rule and their items."""
     if kind == "documents":
-        lengths = documents(rows, 2000, 1.0, rng)
-        return lengths, Causal().slices(lengths, Spans.none())
+        return documents(rows, 2000, 1.0, rng), Causal(), Spans.none()
     lengths = documents(rows, rows / 6, 0.7, rng) if kind == "MP" else np.array([rows])
     count = int(rng.integers(1, 4)) if kind == "EP" else None
     drawn = [(n, *item) for n, size in enumerate(lengths) if size > 256 for item in items_in(size, 0, count, rng)]
-    columns = np.array(drawn, np.int64).T
-    return lengths, ItemsAlone().slices(lengths, Spans(*columns, np.full(len(drawn), "vision")))
+    columns = np.array(drawn, np.int64).reshape(-1, 3).T
+    return lengths, ItemsAlone(), Spans(*columns, np.full(len(drawn), "vision"))
+
+
+def mask_of(kind: str, rows: int, rng: np.random.Generator) -> tuple[np.ndarray, Slices]:
+    """Draw the lengths of sequences and their mask."""
+    lengths, rule, spans = rule_of(kind, rows, rng)
+    return lengths, rule.slices(lengths, spans)
 
 
 def by_blocks(kind: str, mask: Slices, rng: np.random.Generator) -> RankPieces:

@@ -27,12 +27,18 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
 
 
 def seconds_in_turns(
-    ways: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int, *, warm_up: float = 0.0
+    ways: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    rounds: int,
+    *,
+    warm_up: float = 0.0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of every call of each way, until the device has finished; the order is random in every round.
 
     Args:
         warm_up: seconds of turns before, and at least one of them: clocks settle after some seconds of work.
+        clock: ``time.process_time`` is steadier where other programs run.
     """
     order, end = np.random.default_rng(0), time.perf_counter() + warm_up
     for run in ways.values():
@@ -44,15 +50,15 @@ def seconds_in_turns(
     names = list(ways)
     for _ in range(rounds):
         for i in order.permutation(len(names)):
-            seconds[names[i]].append(_timed(ways[names[i]], device))
+            seconds[names[i]].append(_timed(ways[names[i]], device, clock))
     return seconds
 
 
-def _timed(run: Callable[[], Any], device: torch.device) -> float:
-    begin = time.perf_counter()
+def _timed(run: Callable[[], Any], device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+    begin = clock()
     run()
     synchronize(device)
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def synchronize(device: torch.device) -> None:
