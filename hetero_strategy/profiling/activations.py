@@ -33,7 +33,7 @@ from hetero_strategy.model.tensor_parallel import begins_columns, ends_columns, 
 from hetero_strategy.parallelize.transform import Site, Transform
 from hetero_strategy.parallelize.transforms import choices, label, way
 from hetero_strategy.profiling.allocations import Allocations
-from hetero_strategy.profiling.stage_memory import FEATURES, KEYS, Activations, BlockBytes, Head, HeadBytes
+from hetero_strategy.profiling.stage_memory import FEATURES, Activations, BlockBytes, Head, HeadBytes
 from hetero_strategy.runtime import backward
 from hetero_strategy.runtime.actions import Output
 
@@ -138,17 +138,13 @@ class _Module:
         key = (stage.first_stage, stage.last_stage, flows, label(changes), sizes)
         if key not in self.known:
             per_row = np.array(self._quantities(stage, flows, changes)) / self.lengths.sum()
-            self.known[key] = np.concatenate([per_row[:, None], self._in_context(flows, changes)], axis=1)
+            self.known[key] = np.concatenate([per_row[:, None], self._in_context(flows)], axis=1)
         return self.known[key]
 
-    def _in_context(self, flows: bool, changes: tuple[Transform, ...]) -> Float64[np.ndarray, "quantities context"]:
-        """Return the bytes that context parallelism adds: visible keys and values are copies of the gathered ones, and
-        both have gradients.
-        """
-        numbers, width = np.zeros((6, len(FEATURES) - KEYS)), self.module.context_width
-        numbers[3:5] = [[width, width], [2 * width * flows, width * flows]]
-        numbers[0, 0] = width * (flows and not changes)
-        return numbers * self.dtype.itemsize
+    def _in_context(self, flows: bool) -> Float64[np.ndarray, "quantities context"]:
+        """Return the bytes that context parallelism adds for each key while a block runs: it and its gradients."""
+        width = self.module.context_width * self.dtype.itemsize
+        return np.array([0, 0, 0, width, 2 * width * flows, 0.0])[:, None]
 
     def _later(self, fqns: Sequence[str], changes: tuple[Transform, ...]) -> float:
         """Return the additional bytes per row of a block that is not the first of a stage: its input if it needs one,

@@ -286,9 +286,9 @@ def _row(measured: BlockBytes, name: str, block: int) -> Float64[np.ndarray, "fe
     return values[:, block].sum(axis=0) if name == "kept" else values[block]
 
 
-FEATURES = ("row", "key of other context-parallel ranks that is seen", "key of all of them")
-"""Quantities that activations grow with; the last two belong to context parallelism."""
-KEYS, ALL = range(1, 3)
+FEATURES = ("row", "key that is seen")
+"""Quantities that activations grow with; the last one belongs to context parallelism."""
+KEYS = 1
 
 
 def features(rows: Num[np.ndarray, "..."] | int) -> Float64[np.ndarray, "... features"]:
@@ -305,7 +305,7 @@ def features_in_context(lengths: Num[np.ndarray, "sequences"], cp: int) -> Float
     # The last rank's chunks are neighbours: keys that both see count once.
     both = np.clip(ends[1:][near] - np.maximum(first[far], first[near]), 0, None)
     both[:-1] = 0
-    return np.array([own, float((keys[near] + keys[far] - both).max()) - own, total])
+    return np.array([own, float((keys[near] + keys[far] - both).max())])
 
 
 class HeadBytes(NamedTuple):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from hetero_strategy.errors import DataError
+from hetero_strategy.model import key_exchange
 from hetero_strategy.testing import Pool
 from tests.distributed.exact import Given, compare, expected, on, run_together, setting_of
-from tests.distributed.stepping import SAMPLES, OnRank, Setting, Stepped
+from tests.distributed.stepping import SAMPLES, OnRank, Run, Setting, Stepped, steps_on_rank
 
 pytestmark = pytest.mark.distributed
 
@@ -27,14 +29,23 @@ def setting_with(folders: dict[bool, str], cp: int, way: str, **of_llm: Any) -> 
     llm = on(*range(world), cp=cp, **({"dp_shard": 1} | degrees | of_llm))
     layouts = {"vision": on(0, 1), "audio": on(world - 1), "llm": llm}
     schedule = "zb_h1" if way == "zb_h1" else "1f1b"
-    options = {"transforms": {"llm": {"recompute": "all"}}} if way == "recompute" else {}
+    transforms = {"recompute": {"recompute": "all"}, "compile": {"compile": "aot_eager"}}
+    options = {"transforms": {"llm": transforms[way]}} if way in transforms else {}
     return setting_of(folders, layouts, schedule, **options)
 
 
-def check(pool: Pool, settings: Sequence[Setting], microbatches: int = 2) -> list[Stepped]:
+def in_groups(rank: int, world: int, *given: Any) -> Run:
+    """Steps in which keys travel head by head."""
+    with patch.object(key_exchange, "LEAST", 0):
+        return steps_on_rank(rank, world, *given)
+
+
+def check(
+    pool: Pool, settings: Sequence[Setting], microbatches: int = 2, run: Callable[..., Run] = steps_on_rank
+) -> list[Stepped]:
     """Compare all settings of one world with one process, and return the steps of the first rank."""
     given: dict[str, Given] = {str(k): (one, expected(one), (microbatches,), 0) for k, one in enumerate(settings)}
-    found = run_together(pool, given)
+    found = run_together(pool, given, run)
     for name, (_, wanted, *_) in given.items():
         compare(wanted, found[name], name)
     return [step for runs in found.values() for step in runs[0].steps]
@@ -52,6 +63,20 @@ def test_gradients_are_those_of_one_process(
 ) -> None:
     steps = check(pool, [setting_with(folders, cp, way) for way in ways])
     assert all(pieces(step) > cp for step in steps)
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        {"recompute": "items beyond a window", "alone": "items_alone"},
+        pytest.param({"compile": "causal"}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_keys_travel_head_by_head(pool: Pool, folders: dict[bool, str], ways: dict[str, str]) -> None:
+    """By rules, and around compiled code."""
+    settings = [replace(setting_with(folders, 2, way), attention={"llm": rule}) for way, rule in ways.items()]
+    check(pool, settings, run=in_groups)
 
 
 def test_instances_without_samples_and_with_few_rows_take_part(pool: Pool, folders: dict[bool, str]) -> None:

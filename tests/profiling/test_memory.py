@@ -20,7 +20,7 @@ from hetero_strategy.layout.registry import MESSAGE_CTAS
 from hetero_strategy.layout.row_sharding import REPLICATED, two_chunks
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.adapter import Adapter
-from hetero_strategy.model.context import in_context
+from hetero_strategy.model.context import Context, in_context
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
 from hetero_strategy.model.read_spec import spec_of_module
 from hetero_strategy.model.spec import ModelSpec, ModuleSpec
@@ -344,21 +344,20 @@ def test_context_parallelism_divides_rows_but_not_keys_and_shards_parameters() -
         )
         for kind in ("masters", "optimizer"):
             assert of_kind(both, kind) == of_kind(shards, kind) == [x / 2 for x in of_kind(alone, kind) * 2]
-        others = 30  # before chunks of 10 rows there are 0 and 30 on one rank, 10 and 20 on the other
-        kept = 4 * (20 * (INSIDE + BETWEEN + WHOLE) + others * 5.0)
+        seen = 50  # up to the ends of chunks of 10 rows there are 10 and 40 on one rank, 20 and 30 on the other
+        kept = 4 * (20 * (INSIDE + BETWEEN + WHOLE) + seen * 5.0)
         assert [x.device for x in both.kept] == [kept] and shards.kept == alone.kept
 
 
-def test_keys_of_others_are_those_of_sequences_that_begin_before_a_chunk() -> None:
+def test_keys_of_a_rank_are_those_of_sequences_up_to_its_chunks() -> None:
     """Against what ranks are given."""
     for lengths, cp in (((40,), 2), ((12,), 3), ((5, 9, 2, 16), 2), ((8, 8, 8, 8), 2), ((7, 0, 1), 1), ((3, 21), 4)):
         packing = Packing.of(np.array(lengths))
         ids = torch.zeros(packing.rows, dtype=torch.int64)
         inputs = SequenceInputs(ids, ids, packing)
         contexts = [in_context(inputs, part, two_chunks(packing.rows, cp)).packing.context for part in range(cp)]
-        seen = max(len(context.of_segments) for context in contexts if context is not None)
-        own, keys, total = features_in_context(np.array(lengths), cp)
-        assert (own, own + keys, total) == (sum(lengths) / cp, seen, sum(lengths))
+        seen = max(len(context.keys_of(None).of_segments) for context in contexts if isinstance(context, Context))
+        assert features_in_context(np.array(lengths), cp).tolist() == [sum(lengths) / cp, seen]
 
 
 def test_communicators_buffers_of_messages_and_margin_are_reserved() -> None:
