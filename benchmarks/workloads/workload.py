@@ -62,7 +62,8 @@ class Workload:
             before = before + self._rows(items)
             items_before = items_before + per_sample[modality]
         labels = np.maximum(self.text - 1, 0)
-        return StepMetadata(0, 0, np.arange(count), self.tokens(), labels, placed)
+        prompts = self.tokens() - (self.text - self.text * (gaps - 1) // gaps)  # all but the last piece of text
+        return StepMetadata(0, 0, np.arange(count), self.tokens(), labels, placed, prompts)
 
     def _rows(self, items: WorkloadItems) -> np.ndarray:
         return np.bincount(items.sample, weights=items.rows, minlength=len(self.text)).astype(np.int64)

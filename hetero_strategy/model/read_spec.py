@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Float64, Int64
 from torch import nn
 
+from hetero_strategy import ragged
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.mask import Causal, MaskRule, by_window
 from hetero_strategy.model.adapter import Adapter, linear_flops, linear_share
+from hetero_strategy.model.attention import attention_pairs
 from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.model.spec import LARGEST_TP, Experts, ModelSpec, ModuleSpec
@@ -99,11 +102,27 @@ def expert_sizes(module: Adapter) -> dict[tuple[int, ...], str]:
 def flops_by_length(
     module: Adapter, split: Sequence[int]
 ) -> tuple[Float64[np.ndarray, "stages"], Float64[np.ndarray, "stages"]]:
-    """Return the forward FLOPs of every stage per row, and per square of a sequence's length."""
+    """Return the forward FLOPs of every stage per row, and per square of a sequence's length or mask."""
     short, long = (module.stage_flops(np.array([n]), split) for n in LENGTHS)
+    squares, of_long = (causal_squares(module, split, np.array([n])) for n in LENGTHS)
     a, b = LENGTHS
-    per_pair = np.maximum((long - b / a * short) / (b * b - a * b), 0.0)
-    return (short - per_pair * a * a) / a, per_pair
+    more, apart = long - b / a * short, of_long - b / a * squares
+    per_pair = np.maximum(np.divide(more, apart, out=np.zeros_like(more), where=apart > 0), 0.0)
+    return (short - per_pair * squares) / a, per_pair
+
+
+def causal_squares(
+    module: Adapter, split: Sequence[int], lengths: Int64[np.ndarray, "sequences"]
+) -> Float64[np.ndarray, "stages"]:
+    """Return the squares of sequences in the mean of each stage's attentions, as :meth:`Adapter.stage_flops` counts
+    their pairs: causal in the windows of a language model's layers. They are twice the pairs less the rows.
+    """
+    if not isinstance(module, CausalLM):
+        return np.full(len(split), float((lengths * lengths).sum()))
+    windows, ends = list(module.block_windows()), ragged.offsets(np.asarray(split)).tolist()
+    of_stages = [[w for block in windows[a:b] for w in block] or [None] for a, b in pairwise(ends)]
+    pairs = [np.mean([attention_pairs(lengths, causal=True, window=w) for w in of]) for of in of_stages]
+    return 2.0 * np.array(pairs) - float(lengths.sum())
 
 
 def trained_share(stage: nn.Module, share: Share = linear_share) -> float:

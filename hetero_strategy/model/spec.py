@@ -59,7 +59,8 @@ class ModuleSpec:
     per_row: Float64[np.ndarray, "blocks"]
     """Forward FLOPs per row inside the module."""
     per_pair: Float64[np.ndarray, "blocks"]
-    """Forward FLOPs per square of a sequence's length."""
+    """Forward FLOPs per square of a sequence's length. If rows see fewer or more than all earlier rows, twice the pairs
+    of a row and a key that it sees, less the rows, count as the square: under a causal mask both are equal."""
     parameters: Int64[np.ndarray, "blocks"]
     trained: Int64[np.ndarray, "blocks"]
     """Parameters that train."""

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from hetero_strategy.errors import ConfigError, check_types
 from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.read_spec import causal_squares, flops_by_length
 from hetero_strategy.model.spec import fed_by_trainable
 from hetero_strategy.monitor.measure import Spent, Watch, Window, most_allocated, over_ranks, waited
 from hetero_strategy.parallelize.host_memory import host_memory
@@ -45,6 +46,8 @@ class _Window:
     rows: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     sequences: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
     """Module -> lengths of the sequences inside it, on all its instances."""
+    squares: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Module whose rows do not see all earlier ones -> squares of its masks, on all its instances."""
 
     def add(self, batch: Batch) -> None:
         """Count one step."""
@@ -58,6 +61,8 @@ class _Window:
                 self.rows[name] += int(assignment.edge_rows.sum())
                 self.padding += int(assignment.padding.sum())
                 self.sequences[name].append(assignment.inner_rows)
+                if assignment.squares is not None:
+                    self.squares[name] += float(assignment.squares.sum())
 
 
 class Totals(NamedTuple):
@@ -324,17 +329,25 @@ def _parts(adapter: Adapter, name: str, window: _Window, strategy: Any) -> list[
     again, around = recomputed(transforms, len(blocks))
     # Rows without a label skip a language model's head, whose chunks run again in every backward.
     head = original.part_flops(lengths)[2] if adapter.kind.samplewise else 0.0
+    masked = _masked(original, lengths, window.squares[name]) if name in window.squares else 0.0
     labelled = head * window.labels / max(window.tokens, 1)
     chunked = labelled if original.recomputed_parts() else 0.0
     parts = [
         Part(
-            flops - (head - labelled) - chunked,
+            flops - (head - labelled) - chunked + masked,
             _trainable(adapter.get_submodule(part)),
             again if not part or _holds(part, blocks) else around,
         )
         for part, flops in original.flops_by_part(lengths).items()
     ]
     return [*parts, Part(chunked, parts[-1].trainable, 1.0 + around)] if chunked else parts
+
+
+def _masked(module: Adapter, lengths: np.ndarray, squares: float) -> float:
+    """Return the FLOPs of the pairs that the step's masks have beyond the causal ones of :meth:`Adapter.flops`."""
+    split = [1] * len(module.blocks())
+    _, per_pair = flops_by_length(module, split)
+    return float((per_pair * (squares - causal_squares(module, split, lengths))).sum())
 
 
 def _holds(part: str, blocks: tuple[str, ...]) -> bool:

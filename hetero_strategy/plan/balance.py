@@ -37,7 +37,8 @@ class Cost:
     l^2)``.
 
     It is OrchMLLM's form (equation 1) with a constant part per item added. Items of a microbatch lie end to end, so
-    nothing is padded.
+    nothing is padded. If rows of samples do not see all earlier rows, the squares are those of
+    :meth:`~hetero_strategy.plan.masks.AttentionRules.squares`.
 
     Raises:
         ConfigError: a coefficient is negative or not finite.
@@ -53,10 +54,18 @@ class Cost:
             if not (np.isfinite(value) and value >= 0):
                 raise ConfigError(f"Cost: {name}={value} is no time per row; give a finite number >= 0.")
 
-    def alone(self, lengths: Num[np.ndarray, "items"]) -> Float64[np.ndarray, "items"]:
-        """Return the cost of each item in a batch of its own; it never falls as the length grows."""
+    def alone(
+        self, lengths: Num[np.ndarray, "items"], squares: Float64[np.ndarray, "items"] | None = None
+    ) -> Float64[np.ndarray, "items"]:
+        """Return the cost of each item in a batch of its own.
+
+        Args:
+            squares: squares of the items' masks; None: those of their lengths, with which costs grow.
+        """
         rows = np.asarray(lengths, dtype=np.float64)
-        if self.quadratic:
+        if squares is not None:
+            costs = rows * self.linear + squares * self.quadratic
+        elif self.quadratic:
             costs = rows * self.quadratic
             costs += self.linear
             costs *= rows
@@ -68,10 +77,18 @@ class Cost:
 
 
 def loads(
-    lengths: Int64[np.ndarray, "items"], bin_of: Int64[np.ndarray, "items"], bins: int, cost: Cost
+    lengths: Int64[np.ndarray, "items"],
+    bin_of: Int64[np.ndarray, "items"],
+    bins: int,
+    cost: Cost,
+    squares: Float64[np.ndarray, "items"] | None = None,
 ) -> Float64[np.ndarray, "bins"]:
-    """Return the cost of every bin, from the rows and the bin of each item; 0 for a bin without items."""
-    costs = np.bincount(bin_of, weights=cost.alone(lengths), minlength=bins)
+    """Return the cost of every bin, from the rows and the bin of each item; 0 for a bin without items.
+
+    Args:
+        squares: see :meth:`Cost.alone`.
+    """
+    costs = np.bincount(bin_of, weights=cost.alone(lengths, squares), minlength=bins)
     return costs.astype(np.float64, copy=False)  # of no items bincount gives whole numbers
 
 
@@ -141,7 +158,12 @@ def automatic(falling: Int64[np.ndarray, "items"], bins: int, cost: Cost) -> Int
     The cost of a bin is the sum of its items' costs, squares included, so there is no second quantity
     to weigh as in OrchMLLM's algorithm 4.
     """
-    weights = whole(cost.alone(falling), bins)
+    return _even(cost.alone(falling), bins)
+
+
+def _even(falling: np.ndarray, bins: int) -> np.ndarray:
+    """Assign items of falling cost as :func:`automatic` does."""
+    weights = whole(falling, bins)
     bin_of, load = deal(weights, bins)
     largest = float(load.max())
     if largest <= float(weights.sum()) / bins * (1 + NEAR):
@@ -167,6 +189,7 @@ def balance(
     *,
     policy: str = "auto",
     limit: int | None = None,
+    squares: Float64[np.ndarray, "items"] | None = None,
 ) -> Int64[np.ndarray, "items"]:
     """Find the bin of each item so that the largest load is small.
 
@@ -178,16 +201,17 @@ def balance(
         bins: number of instances, of microbatches, or of both multiplied.
         policy: a name in :data:`POLICIES`.
         limit: most rows that a bin may hold (memory); None: any.
+        squares: see :meth:`Cost.alone`; only ``auto`` looks at them.
 
     Raises:
         ConfigError: no assignment was found that keeps the limit (:class:`OverLimit`), or a policy returned none.
     """
     if limit is not None and len(lengths):
         _check_limit(lengths, bins, limit)
-    bin_of = _assigned(lengths, bins, cost, policy)
+    bin_of = _assigned(lengths, bins, cost, policy, squares)
     if limit is None or not len(lengths) or fits(bin_of, bins, lengths, limit):
         return bin_of
-    within_limit = _blend(lengths, bins, cost, limit)
+    within_limit = _blend(lengths, bins, cost.alone(lengths, squares), limit)
     if within_limit is None:
         within_limit = _first_fit(lengths, bins, limit)
     if within_limit is None:
@@ -198,7 +222,7 @@ def balance(
     return within_limit
 
 
-def _assigned(lengths: np.ndarray, bins: int, cost: Cost, policy: str) -> np.ndarray:
+def _assigned(lengths: np.ndarray, bins: int, cost: Cost, policy: str, squares: np.ndarray | None) -> np.ndarray:
     if policy not in POLICIES:
         raise ConfigError(
             f"balance: no policy {policy!r} was registered in this process, which makes plans; call register_policy"
@@ -208,8 +232,13 @@ def _assigned(lengths: np.ndarray, bins: int, cost: Cost, policy: str) -> np.nda
     assign = POLICIES[policy]
     if assign is None:
         return np.arange(len(lengths), dtype=np.int64) % bins
-    order = descending(lengths)
     bin_of = np.empty(len(lengths), dtype=np.int64)
+    if squares is not None and policy == "auto":
+        costs = cost.alone(lengths, squares)
+        order = np.argsort(-costs, kind="stable")
+        bin_of[order] = _even(costs[order], bins)
+        return bin_of
+    order = descending(lengths)
     assigned = np.asarray(assign(lengths[order], bins, cost))
     whole_numbers = assigned.shape == order.shape and (assigned.dtype.kind in "iu" or not assigned.size)
     if not whole_numbers or np.any((assigned < 0) | (assigned >= bins)):
@@ -240,9 +269,8 @@ def fits(bin_of: Int64[np.ndarray, "items"], bins: int, lengths: Int64[np.ndarra
     return bool(np.bincount(bin_of, weights=lengths, minlength=bins).max() <= limit)
 
 
-def _blend(lengths: np.ndarray, bins: int, cost: Cost, limit: int) -> np.ndarray | None:
+def _blend(lengths: np.ndarray, bins: int, alone: np.ndarray, limit: int) -> np.ndarray | None:
     """Deal greedily by (1 - share) x cost + share x rows, both of mean 1, with the least share that keeps the limit."""
-    alone = cost.alone(lengths)
     alone = alone / (alone.mean() or 1.0)
     rows = lengths / (lengths.mean() or 1.0)
 

@@ -11,6 +11,7 @@ import numpy as np
 from hetero_strategy.errors import ConfigError, is_whole
 from hetero_strategy.plan.balance import POLICIES, Cost
 from hetero_strategy.plan.deal_rows import Dealing
+from hetero_strategy.plan.masks import AttentionRules
 from hetero_strategy.plan.near_home import REARRANGEMENTS
 from hetero_strategy.plan.plan_step import AS_SAMPLED, Near, Orderer, OtherWork, ResolvedBalance
 from hetero_strategy.plan.reorder import SEARCHES
@@ -34,6 +35,8 @@ class ModelContext:
     """Modules whose instances need not keep step with each other -> other work of their ranks."""
     dealing: Mapping[str, Dealing] = field(default_factory=dict)
     """Module with context parallelism -> how its rows are dealt to the ranks of an instance."""
+    rules: Mapping[str, AttentionRules] = field(default_factory=dict)
+    """Module whose rows do not see all earlier ones -> its rules of attention."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ class BalanceConfig:
             rearrange=REARRANGEMENTS[self.rearrange],
             other_work=context.other_work,
             dealing=context.dealing,
+            rules=context.rules,
             order=None if context.orderer is None else context.orderer(self.reorder),
         )
 

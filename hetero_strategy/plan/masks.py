@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Float64, Int64
 
-from hetero_strategy.mask import MaskRule, Slices, Spans
+from hetero_strategy import ragged
+from hetero_strategy.mask import Causal, MaskRule, Slices, Spans
+from hetero_strategy.model.spec import ModelSpec
 from hetero_strategy.plan.step_plan import StepMetadata, UnitRuns
 
 ALIGNMENT = -1
@@ -80,3 +83,45 @@ def sample_masks(
     lengths = metadata.tokens[samples] if lengths is None else lengths
     spans = sample_spans(metadata, sources, samples)
     return [rule.slices(lengths, spans) for rule in rules]
+
+
+@dataclass(frozen=True)
+class AttentionRules:
+    """The rules by which rows of a module's samples see each other, and the work of each rule.
+
+    Args:
+        rules: rules of different attentions.
+        shares: share of each rule in the FLOPs of a pair; their sum is 1.
+        sources: modules with files and an edge to the module.
+    """
+
+    rules: tuple[MaskRule, ...]
+    shares: tuple[float, ...]
+    sources: tuple[str, ...]
+
+    def squares(self, metadata: StepMetadata) -> Float64[np.ndarray, "samples"]:
+        """Return the pairs of each sample in squares: twice its pairs less its rows, in the mean of all attentions.
+
+        Under a causal mask it is the squared length, so a cost per square holds for any mask. For example, a row that
+        sees 3 rows of 5 under a window, as each row but the first two does::
+
+            pairs 1 + 2 + 3 + 3 + 3 = 12    squares 2 * 12 - 5 = 19    causal: 2 * 15 - 5 = 25
+        """
+        every, edges = np.arange(len(metadata.samples)), ragged.offsets(metadata.tokens)
+        masks = sample_masks(self.rules, metadata, self.sources, every)
+        pairs = sum(share * mask.work(edges) for share, mask in zip(self.shares, masks, strict=True))
+        return 2.0 * pairs - metadata.tokens
+
+
+def attention_rules(spec: ModelSpec, module: str) -> AttentionRules | None:
+    """Return the rules of a module's attentions; None if all of them see all earlier rows, or its units are items."""
+    shape = spec.modules[module]
+    attentions = sum(count for _, count in shape.rules)
+    per_pair = shape.per_pair / np.maximum(attentions, 1)
+    work = dict.fromkeys((rule for rule, _ in shape.rules), 0.0)
+    for rule, count in shape.rules:
+        work[rule] += float(count @ per_pair)
+    total = sum(work.values())
+    if not total or all(rule == Causal() for rule, flops in work.items() if flops):
+        return None
+    return AttentionRules(tuple(work), tuple(flops / total for flops in work.values()), spec.item_sources(module))

@@ -60,6 +60,7 @@ def pack(
     policy: str | None = "auto",
     budget: int | None = None,
     other_costs: Float64[np.ndarray, "samples"] | None = None,
+    squares: Float64[np.ndarray, "samples"] | None = None,
 ) -> Packed:
     """Pack samples into microbatches and instances of a language model.
 
@@ -75,13 +76,17 @@ def pack(
         policy: policy of :func:`hetero_strategy.plan.balance.balance`; None: samples are dealt in turn.
         budget: most tokens of an instance in a microbatch; None: any number.
         other_costs: cost of each sample in other modules; None: nothing.
+        squares: see :meth:`Cost.alone`.
     """
     if budget is not None and len(tokens) and int(tokens.max()) > budget:
         raise ConfigError(
             f"a sample has {int(tokens.max())} tokens, more than the budget of {budget} of '{module}' for an instance"
             f" and microbatch; raise the budget to at least {int(tokens.max())}, or leave longer samples out"
         )
-    into = partial(_into, tokens, instances, cost, module=module, policy=policy, other_costs=other_costs, budget=budget)
+    into = partial(
+        _into, tokens, instances, cost, module=module, policy=policy, other_costs=other_costs, budget=budget,
+        squares=squares,
+    )  # fmt: skip
     if budget is not None:
         return _fewest(into, tokens, instances, budget, microbatches or 1)
     if microbatches is None:
@@ -114,6 +119,7 @@ def _into(
     policy: str | None,
     other_costs: np.ndarray | None,
     budget: int | None,
+    squares: np.ndarray | None,
 ) -> Packed:
     """Pack into this number of microbatches; raise OverLimit if they do not keep the budget. See :func:`pack`."""
     if policy is None:
@@ -124,12 +130,12 @@ def _into(
         return dealt
     bins = instances * microbatches
     try:
-        bin_of = balance(tokens, bins, cost, policy=policy, limit=budget)
+        bin_of = balance(tokens, bins, cost, policy=policy, limit=budget, squares=squares)
     except ConfigError as error:
         raise type(error)(f"'{module}', {microbatches} microbatches x {instances} instances: {error}") from None
     if microbatches == 1:
         return Packed(np.zeros(len(tokens), dtype=np.int64), bin_of, 1)
-    load = loads(tokens, bin_of, bins, cost)
+    load = loads(tokens, bin_of, bins, cost, squares)
     others = np.zeros(bins) if other_costs is None else np.bincount(bin_of, weights=other_costs, minlength=bins)
     number, instance = _together(load, others, instances, microbatches)
     return Packed(number[bin_of], instance[bin_of], microbatches)

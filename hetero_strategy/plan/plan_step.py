@@ -21,6 +21,7 @@ from hetero_strategy.plan.balance import Cost, OverLimit, balance, loads
 from hetero_strategy.plan.deal_rows import Dealing
 from hetero_strategy.plan.greedy import deal as deal_to_least
 from hetero_strategy.plan.greedy import descending, whole
+from hetero_strategy.plan.masks import AttentionRules
 from hetero_strategy.plan.near_home import Rearrangement, balance_near_home, place_batches
 from hetero_strategy.plan.packing import Packed, deal, pack, pieces, regroup
 from hetero_strategy.plan.step_plan import Assignment, ModuleLoad, StepMetadata, StepPlan
@@ -31,7 +32,7 @@ class Size(NamedTuple):
 
     rows: Float64[np.ndarray, "microbatches instances"]
     squares: Float64[np.ndarray, "microbatches instances"]
-    """Sums of squared rows."""
+    """Sums of squared rows, or of the squares of masks."""
     time: Float64[np.ndarray, "microbatches instances"] | None = None
     """Time in the unit of the module's cost; None: its FLOPs."""
 
@@ -83,6 +84,8 @@ class ResolvedBalance:
     """Function that chooses the order of microbatches (DistTrain, section 5.2); None: they stay as packed."""
     dealing: Mapping[str, Dealing] = field(default_factory=dict)
     """Module with context parallelism -> how its rows are dealt to the ranks of an instance; default: in order."""
+    rules: Mapping[str, AttentionRules] = field(default_factory=dict)
+    """Module whose rows do not see all earlier ones -> its rules of attention, whose pairs are counted."""
 
     def cost(self, module: str) -> Cost:
         """Return the cost of a module."""
@@ -136,8 +139,9 @@ def plan_step(
         of_step = planner.of_units(module, packed.microbatch)
         group, groups, instance_of = planner.spread(module, of_step, budgets.get(module), packed)
         assignments[module] = assignments_of(
-            group, groups, instance_of, of_step, *planner.rows(module), instances[module], multiple.get(module, 1)
-        )
+            group, groups, instance_of, of_step, *planner.rows(module), instances[module], multiple.get(module, 1),
+            planner.squares(module),
+        )  # fmt: skip
         if module in balancing.dealing:
             assignments[module] = tuple(dealt(a, balancing.dealing[module]) for a in assignments[module])
     loads = {name: planner.load(name, assignments[name], packed.count) for name in costed}
@@ -161,6 +165,7 @@ def assignments_of(
     inner_rows: np.ndarray,
     instances: int,
     multiple: int,
+    squares: np.ndarray | None = None,
 ) -> tuple[Assignment, ...]:
     """Combine the choices for each unit into the units that every instance computes in each microbatch."""
     assignments = []
@@ -174,7 +179,9 @@ def assignments_of(
             padding = np.maximum(-(-totals // multiple), 1) * multiple - totals
         steps = of_step[units]
         first, last = (int(steps.min()), int(steps.max())) if len(units) else (0, 0)
-        assignments.append(Assignment(units, rows[units].astype(np.int64), inside, offsets, padding, first, last))
+        own = None if squares is None else squares[units]
+        columns = units, rows[units].astype(np.int64), inside, offsets, padding, first, last
+        assignments.append(Assignment(*columns, squares=own))
     return tuple(assignments)
 
 
@@ -194,6 +201,20 @@ class _StepPlanner:
     balancing: ResolvedBalance
     instance_of: dict[str, np.ndarray] = field(default_factory=dict)
     """Language model -> instance of each sample."""
+    of_masks: dict[str, np.ndarray] = field(default_factory=dict)
+    """Module -> squares of the mask of each sample, once they are counted."""
+
+    def squares(self, module: str) -> np.ndarray | None:
+        """Return the squares of the mask of each unit; None: those of its rows."""
+        if module not in self.balancing.rules:
+            return None
+        if module not in self.of_masks:
+            self.of_masks[module] = self.balancing.rules[module].squares(self.metadata)
+        return self.of_masks[module]
+
+    def alone(self, module: str) -> np.ndarray:
+        """Return the cost of each unit of a module alone."""
+        return self.balancing.cost(module).alone(self.rows(module)[1], self.squares(module))
 
     def rows(self, module: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of each unit that cross edges, and its rows inside the module."""
@@ -221,6 +242,7 @@ class _StepPlanner:
             policy=None if b.policy_of(first) == AS_SAMPLED else b.policy_of(first),
             budget=b.budget.get(first),
             other_costs=None if microbatches == 1 and first not in b.budget else self._other_costs(),
+            squares=self.squares(first),
         )
         if b.order is None or packed.count < 2:
             return packed
@@ -243,8 +265,8 @@ class _StepPlanner:
             bins, width, share = packed.count, 1, count  # unknown instances share evenly
             if module == self.samplewise[0]:
                 bins, group, width, share = bins * count, group * count + packed.instance, count, 1
-            rows = inner_rows.astype(np.float64)
-            terms = (rows, rows * rows, self.balancing.cost(module).alone(inner_rows))
+            rows, squares = inner_rows.astype(np.float64), self.squares(module)
+            terms = (rows, rows * rows if squares is None else squares, self.alone(module))
             sums = (np.bincount(group, weights=x, minlength=bins) / share for x in terms)
             sizes[module] = Size(*(np.repeat(x.reshape(-1, width), share, 1) for x in sums))
         return sizes
@@ -257,7 +279,7 @@ class _StepPlanner:
         budget = None if module in self.samplewise else self.balancing.budget.get(module)
         group, groups = of_step, packed.count
         if wanted_rows == "equal":
-            group, groups = pieces(of_step, self.balancing.cost(module).alone(inner_rows), packed.count)
+            group, groups = pieces(of_step, self.alone(module), packed.count)
         elif wanted_rows is not None:
             group, groups = regroup(of_step, inner_rows, packed.count, wanted_rows * count)
         if budget is None:
@@ -310,8 +332,8 @@ class _StepPlanner:
             return None
         others = np.zeros(count)
         for name, shares in b.other_work[module].items():
-            others += shares * float(b.cost(name).alone(self.rows(name)[1]).sum()) / self.instances[name]
-        both = whole(np.append(others, b.cost(module).alone(inner_rows)), count)
+            others += shares * float(self.alone(name).sum()) / self.instances[name]
+        both = whole(np.append(others, self.alone(module)), count)
         so_far, weights, limit = both[:count].copy(), both[count:], b.budget.get(module)
 
         def even(units: np.ndarray) -> np.ndarray:
@@ -349,8 +371,8 @@ class _StepPlanner:
     ) -> np.ndarray:
         """Choose the instance that computes each of some units of one microbatch."""
         b, count = self.balancing, self.instances[module]
-        rows, inner_rows = self.rows(module)
-        lengths = inner_rows[units]
+        (rows, inner_rows), of_masks = self.rows(module), self.squares(module)
+        lengths, squares = inner_rows[units], None if of_masks is None else of_masks[units]
         policy, cost, limit = b.policy_of(module), b.cost(module), b.budget.get(module)
         if sampled is not None:
             most = loads(lengths, sampled, count, Cost()).max(initial=0.0)
@@ -358,13 +380,13 @@ class _StepPlanner:
                 raise OverLimit(f"as sampled, an instance of '{module}' has {most:.0f} rows; its budget is {limit}")
             return sampled
         if reader is None:
-            return balance(lengths, count, cost, policy=policy, limit=limit)
+            return balance(lengths, count, cost, policy=policy, limit=limit, squares=squares)
         near, slots = b.near[module], b.near[module].slots
         if policy == "auto" and b.rearrange is None:
-            instance_of = balance_near_home(cost.alone(lengths), near.homes[reader], slots)
+            instance_of = balance_near_home(cost.alone(lengths, squares), near.homes[reader], slots)
             if limit is None or loads(lengths, instance_of, count, Cost()).max(initial=0.0) <= limit:
                 return instance_of
-        batch = balance(lengths, count, cost, policy=policy, limit=limit)
+        batch = balance(lengths, count, cost, policy=policy, limit=limit, squares=squares)
         rearrange = b.rearrange or place_batches
         return rearrange(rows[units], reader, batch, near.homes, slots)[batch]
 
@@ -374,6 +396,6 @@ class _StepPlanner:
         inner_rows = self.rows(module)[1]
         dealt = deal(len(self.metadata.samples), count, microbatches)
         bins = self.of_units(module, dealt.microbatch * count + dealt.instance)
-        sampled = loads(inner_rows, bins, microbatches * count, cost).reshape(microbatches, count)
-        planned = np.stack([loads(a.inner_rows, a.instance(), count, cost) for a in assignments])
+        sampled = loads(inner_rows, bins, microbatches * count, cost, self.squares(module)).reshape(-1, count)
+        planned = np.stack([loads(a.inner_rows, a.instance(), count, cost, a.squares) for a in assignments])
         return ModuleLoad(sampled, planned)

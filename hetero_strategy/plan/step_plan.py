@@ -111,6 +111,8 @@ class Assignment:
     """First and last of the step's microbatches that the units' samples are in."""
     order: RowOrder | None = None
     """Order of each instance's rows on its context-parallel ranks; None: as they are."""
+    squares: Float64[np.ndarray, "units"] | None = None
+    """Squares of each unit's mask, see :class:`~hetero_strategy.plan.masks.AttentionRules`; None: of its inner rows."""
 
     @property
     def idle(self) -> bool:

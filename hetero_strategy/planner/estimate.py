@@ -14,9 +14,10 @@ from jaxtyping import Float64
 from hetero_strategy import ragged
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.layout.split_layers import split
-from hetero_strategy.model.spec import ModuleSpec
+from hetero_strategy.model.spec import ModelSpec, ModuleSpec
 from hetero_strategy.parallelize.transform import Transform
 from hetero_strategy.parallelize.transforms import key_of, recomputed, way
+from hetero_strategy.plan.masks import attention_rules
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.candidate import Candidate, RunOptions
 from hetero_strategy.planner.space import Degrees, contexts
@@ -86,7 +87,7 @@ class Estimates:
         self._earlier = options.accumulated > 1
         """Whether a rank holds gradients of earlier batches."""
         self._allocated = 1.0 if cluster.device.name == "cpu" else 1 + CUDA.margin
-        self._sizes = {name: _sizes(shape.modules[name], name, batches) for name in shape.modules}
+        self._sizes = {name: _sizes(shape, name, batches) for name in shape.modules}
         modules = shape.modules.items()
         self._totals = {(name, False): module.held(0, module.blocks) for name, module in modules}
         """Parameters of all stages, and those that train; with True, parameters shared by both pipeline ends count
@@ -307,7 +308,7 @@ class _Sizes(NamedTuple):
 
     rows: float
     squares: float
-    """Sum of squared lengths."""
+    """Sum of squared lengths, or of the squares of masks."""
     units: float
     lengths: Float64[np.ndarray, "units"]
     """Lengths of all items, ascending, over their mean; empty for samples, whose microbatches are balanced."""
@@ -325,9 +326,17 @@ class _Sizes(NamedTuple):
         return np.interp(items / (items + 1), np.linspace(0, 1, len(self.lengths)), self.lengths)
 
 
-def _sizes(module: ModuleSpec, name: str, batches: Sequence[StepMetadata]) -> _Sizes:
-    lengths = [(b.tokens if module.samplewise else b.items[name].inner_rows).astype(np.float64) for b in batches]
-    rows, squares, units = (float(np.mean([f(n) for n in lengths])) for f in (np.sum, lambda n: np.sum(n * n), len))
+def lengths_and_squares(spec: ModelSpec, name: str, batch: StepMetadata) -> Float64[np.ndarray, "2 units"]:
+    """Return the rows of each unit of a module, and the squares of these or of its mask."""
+    rows = batch.tokens if spec.modules[name].samplewise else batch.items[name].inner_rows
+    rules, lengths = attention_rules(spec, name), rows.astype(np.float64)
+    return np.stack([lengths, lengths * lengths if rules is None else rules.squares(batch)])
+
+
+def _sizes(spec: ModelSpec, name: str, batches: Sequence[StepMetadata]) -> _Sizes:
+    both, module = [lengths_and_squares(spec, name, batch) for batch in batches], spec.modules[name]
+    rows, squares = np.mean([np.sum(of, axis=1) for of in both], axis=0).tolist()
+    lengths, units = [of[0] for of in both], float(np.mean([of.shape[1] for of in both]))
     ascending = np.sort(np.concatenate(lengths))
     if module.samplewise or not ascending.any():
         return _Sizes(rows, squares, units, np.zeros(0), 0.0)

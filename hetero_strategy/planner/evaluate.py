@@ -20,6 +20,7 @@ from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.plan_step import plan_step
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
 from hetero_strategy.planner.candidate import Candidate
+from hetero_strategy.planner.estimate import lengths_and_squares
 from hetero_strategy.planner.step_seconds import (
     ActionSeconds,
     After,
@@ -294,11 +295,8 @@ class Evaluator:
         return float(self.precision.compute * self.shape.width(source.module, target.module))
 
     def _length(self, name: str) -> float:
-        lengths = np.concatenate(
-            [b.tokens if self.shape.modules[name].samplewise else b.items[name].inner_rows for b in self.batches]
-        ).astype(np.float64)
-        total = float(lengths.sum())
-        return float((lengths * lengths).sum()) / total if total else 0.0
+        rows, squares = np.sum([np.sum(lengths_and_squares(self.shape, name, b), 1) for b in self.batches], 0)
+        return float(squares / rows) if rows else 0.0
 
 
 def content(value: Any) -> Hashable:

@@ -28,7 +28,7 @@ from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.inputs import SequenceInputs, tensors_of
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.model.random_numbers import random_state_kept
-from hetero_strategy.model.read_spec import spec_of
+from hetero_strategy.model.read_spec import causal_squares, spec_of
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.profiling.device import T, clocked
 from hetero_strategy.runtime import backward
@@ -205,7 +205,7 @@ class _Block:
         runs = [self._run(lengths) for lengths in packed]
         rounds = [[self._seconds(run) for run in runs] for _ in range(1 + count)][1:]
         seconds = np.median(rounds, axis=0)
-        terms = np.array([[1.0, n.sum(), (n * n).sum()] for n in map(np.float64, packed)])
+        terms = np.array([[1.0, n.sum(), causal_squares(self.stage, [len(self.stage.blocks())], n)[0]] for n in packed])
         lines, errors = zip(*(fit(terms, own) for own in seconds.T), strict=True)
         return BlockSeconds(*lines), np.stack(errors)[[line != NOTHING for line in lines]].ravel()
 

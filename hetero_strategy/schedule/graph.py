@@ -128,7 +128,7 @@ class StageCost:
 
     per_row: float
     per_pair: float
-    """FLOPs per square of a sequence's length."""
+    """FLOPs per square of a sequence's length, or of its mask."""
     recomputed: float = 0.0
     """Share of the forward that backward runs again."""
 
@@ -214,9 +214,10 @@ def forwards(kind: Kind, stage: Stage, cost: StageCost) -> float:
 def sizes_of(
     plan: StepPlan, module: str, number: int
 ) -> tuple[Float64[np.ndarray, "instances"], Float64[np.ndarray, "instances"]]:
-    """Return the rows and sums of squared lengths of every instance in one of the module's microbatches."""
+    """Return the rows and sums of squares of every instance in one of the module's microbatches."""
     assignment = plan.assignments[module][number]
     inner_rows = assignment.inner_rows.astype(np.float64)
     bounds = assignment.offsets
-    sums = [np.diff(np.concatenate([[0.0], np.cumsum(x)])[bounds]) for x in (inner_rows, inner_rows * inner_rows)]
+    squares = inner_rows * inner_rows if assignment.squares is None else assignment.squares
+    sums = [np.diff(np.concatenate([[0.0], np.cumsum(x)])[bounds]) for x in (inner_rows, squares)]
     return sums[0] + assignment.padding, sums[1]

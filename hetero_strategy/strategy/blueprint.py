@@ -24,6 +24,7 @@ from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.transforms import Transforms, check_transforms, decoupled, recomputed, undivided
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
+from hetero_strategy.plan.masks import attention_rules
 from hetero_strategy.plan.plan_step import plan_step
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
 from hetero_strategy.schedule.action import Span, StageGraph, StageId, StepWork
@@ -79,7 +80,8 @@ class Blueprint:
         context = model_context(
             self.graph, self.costs, self.spec.samplewise, self.scheduling, self.placement, ranks_per_node
         )
-        return replace(context, dealing=row_dealing(self.spec.modules, self.layouts))
+        rules = {name: rules for name in self.spec.modules if (rules := attention_rules(self.spec, name)) is not None}
+        return replace(context, dealing=row_dealing(self.spec.modules, self.layouts), rules=rules)
 
     def plan_step(
         self,

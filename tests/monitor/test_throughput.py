@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,14 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import nn
 
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.model.spec import fed_by_trainable
+from hetero_strategy.model.read_spec import spec_of_module
+from hetero_strategy.model.spec import ModelSpec, fed_by_trainable
 from hetero_strategy.monitor import MemoryMonitor, ThroughputMonitor
 from hetero_strategy.monitor.measure import Spent
 from hetero_strategy.monitor.throughput import ModuleFlops, Part, _memory, device_peak_flops, utilization, work
 from hetero_strategy.parallelize.transforms import read_transforms
+from hetero_strategy.plan.masks import attention_rules
+from hetero_strategy.zoo import hf_qwen3
 from tests.monitor.fakes import (
     STEP,
     VALIDATION,
@@ -120,6 +124,33 @@ def test_mfu_of_modules_and_whole(tmp_path: Path) -> None:
     for name, forward in (("llm", LLM), ("vision", VISION), ("total", LLM + VISION)):
         assert metrics[f"tflops/{name}"] == pytest.approx(3 * forward / STEP / 1e12)
         assert metrics[f"mfu/{name}"] == metrics[f"hfu/{name}"] == pytest.approx(3 * forward / (STEP * 1e5))
+
+
+@pytest.mark.parametrize("rule", ["causal", "bidirectional_items"])
+def test_mfu_of_a_windowed_model_counts_the_pairs_of_its_masks(tmp_path: Path, rule: str) -> None:
+    """By hand: samples of 10, 30 and 20 tokens; the last has an image of 4 rows at its start; one layer of two sees 4
+    rows back.
+    """
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 4}
+    llm = hf_qwen3(**sizes, **heads, **layers, max_window_layers=0)
+    llm.attend_by(rule)
+    batch = make_batch()
+    spec = spec_of_module(llm)
+    rules = attention_rules(ModelSpec({"vision": replace(spec, rules=()), "llm": spec}, (("vision", "llm"),)), "llm")
+    assert rules is not None
+    squares = rules.squares(batch.plan.metadata)
+    of_llm = (replace(a, squares=squares[a.units]) for a in batch.plan.assignments["llm"])
+    batch.plan = replace(batch.plan, assignments={**batch.plan.assignments, "llm": (*of_llm,)})
+    rows, _ = fit(
+        tmp_path, steps=1, every_n_steps=1, peak_flops=1e5, model=Model(llm=llm, vision=CountedEncoder()), batch=batch
+    )
+    weights = 2 * (16 * 24 + 2 * 16 * 12 + 24 * 16 + 3 * 16 * 32)
+    full, window = sum(n * (n + 1) // 2 for n in (10, 20, 30)), sum(4 * n - 6 for n in (10, 20, 30))
+    later = 6 * (rule == "bidirectional_items")  # pairs of a row and a later one of the image, in each layer
+    forward = 60 * 2 * weights + 2 * 4 * 12 * (full + window + 2 * later) + 3 * 2 * 16 * 40
+    assert rows[0][1]["mfu/llm"] == pytest.approx(3 * forward / (STEP * 1e5))
 
 
 def test_a_frozen_backbone_has_no_backward(tmp_path: Path) -> None:
