@@ -67,7 +67,7 @@ class ModuleLayout:
         dp_replicate: replicas of the parameters, whose gradients are all-reduced.
         dp_shard: instances over whose ranks parameters, gradients and optimizer state are sharded (FSDP2).
         cp: context-parallel ranks of an instance: each has a part of the rows of a microbatch, and together they shard
-            parameters like ``dp_shard`` ranks. Language models only.
+            parameters like ``dp_shard`` ranks. Language models, and encoders whose rows meet in packed attention alone.
         tp: tensor-parallel ranks.
         pp: pipeline ranks; the module is cut by layer into ``pp * vpp`` stages.
         ep: ranks over which a layer's experts are divided. They are ranks of ``dp_shard x cp x tp``, neighbours first;
@@ -81,7 +81,7 @@ class ModuleLayout:
             Not read with ``cp_form="heads"``, which gives each rank a contiguous part.
         cp_form: exchange of context-parallel ranks in attention: ``"keys"`` (each gathers the keys of all rows) or
             ``"heads"`` (each attends for its part of the heads, from all rows; ``tp * cp`` divides the heads). None:
-            ``"keys"``.
+            ``"keys"`` for language models. Encoders have ``"heads"`` alone.
 
     One degree may be -1: it is chosen so that the product of all degrees equals the number of ranks. The default
     ``dp_shard=-1`` makes every rank that no other degree uses a shard.

@@ -285,7 +285,7 @@ class StepDataset(Dataset[Batch]):
                 alike=alike,
             )
         )
-        if module in self.share.cp:
+        if module in self.share.cp and self.kinds[module].samplewise:
             rank, ranks, by_heads = self.share.cp[module]
             dealt, windows = assignment.dealt(instance, ranks), self.kinds[module].rules
             inputs = in_context(inputs, rank, dealt, windows, by_heads=by_heads)

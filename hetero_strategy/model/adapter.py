@@ -67,7 +67,8 @@ class Adapter(nn.Module):
     tp_styles_instead: Mapping[str, ParallelStyle] = MappingProxyType({})
     """Part -> style in place of the plan's: of experts that are divided by expert, not by columns."""
     context_parallel: bool = False
-    """Whether it can run on a part of its rows, because rows interact only in ``packed_attention``."""
+    """Whether it, or an encoder's blocks, can run on a part of its rows, because rows interact only in
+    ``packed_attention``."""
     context_group: str = ""
     """Name of the process group of the ranks with the other parts of the rows."""
     context_width: int = 0

@@ -14,6 +14,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from typing_extensions import override
 
 from hetero_strategy.errors import DataError, check_sizes
+from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
+from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.adapter import NO_ROWS, Adapter, initialize_plain, linear_flops, previous_rows
 from hetero_strategy.model.hf_folder import HFWeights
 from hetero_strategy.model.inputs import EncoderInputs, ImagePatches, MelFrames, Packing
@@ -150,6 +152,7 @@ class Encoder(Adapter):
         self.width = width if width is not None else _out_width(self.projector)
         self.hidden_width = self.backbone.hidden_width if isinstance(self.backbone, Backbone) else self.width
         self.checkpoint, self.runs_vary = self._adapter.checkpoint, self._adapter.runs_vary
+        self.context_parallel, self.attention_heads = self._adapter.context_parallel, self._adapter.attention_heads
         self.max_item_rows = self._adapter.max_item_rows
         self.processor = self._adapter.processor if processor is None else processor
 
@@ -231,6 +234,11 @@ class Encoder(Adapter):
         backbone.first_stage, backbone.last_stage = not before, not after
         if after:
             self.projector = None  # type: ignore[assignment]
+
+    @override
+    def row_sharding(self, layout: ModuleLayout) -> RowSharding:
+        """Return :data:`REPLICATED`: context-parallel ranks, too, have all rows at edges and between stages."""
+        return REPLICATED
 
     @override
     def tp_plan(self) -> dict[str, ParallelStyle] | None:

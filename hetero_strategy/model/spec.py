@@ -131,7 +131,7 @@ class ModuleSpec:
     def row_sharding(self, layout: ModuleLayout) -> RowSharding:
         """Return the split of an instance's rows over its ranks in a layout."""
         rows = self.row_shardings[layout.tp]
-        return rows if layout.cp == 1 else sharding(layout.cp, rows.parts)
+        return sharding(layout.cp, rows.parts) if layout.cp > 1 and self.samplewise else rows
 
     def held(self, first: int, last: int) -> tuple[int, int]:
         """Return the parameters of a stage of blocks ``first`` to ``last - 1``, and those that train."""

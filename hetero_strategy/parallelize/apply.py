@@ -30,6 +30,7 @@ from hetero_strategy.model.random_numbers import random_state_kept
 from hetero_strategy.model.read_spec import in_no_stage
 from hetero_strategy.model.token_loss import chunk_sizes
 from hetero_strategy.parallelize.copies import compute_with_copies
+from hetero_strategy.parallelize.divide_rows import divide_rows
 from hetero_strategy.parallelize.experts import divide_experts, expert_faults
 from hetero_strategy.parallelize.fsdp import apply_fsdp, compute_in
 from hetero_strategy.parallelize.gradients import local
@@ -57,10 +58,11 @@ def parallelize(
 
     Gradients are sums over the data-parallel and the context-parallel ranks, for a loss that is divided by the number
     of all their loss tokens; a mean of ranks, or a division by a rank's own tokens, would be another gradient. Code
-    that runs stages without the strategy gives each rank its instance's inputs, and with ``cp`` its own part of these
-    (``in_context`` of ``model.context``). It sets ``context_group`` of each stage to the name of the group of the ranks
-    that have the other parts (``GroupRegistry.context``). If all of these ranks take whole inputs, each counts all
-    rows, and gradients are ``cp`` times too large. After the last backward ``gradients.settle`` ends the step.
+    that runs stages without the strategy gives each rank its instance's inputs, and for a language model with ``cp``
+    its own part of these (``in_context`` of ``model.context``). It sets ``context_group`` of each stage to the name of
+    the group of the ranks that have the other parts (``GroupRegistry.context``). If all of these ranks take whole
+    tokens, each counts all rows, and gradients are ``cp`` times too large. After the last backward
+    ``gradients.settle`` ends the step.
 
     Args:
         module: the whole module on the meta device. Afterwards it holds the tensors of this rank's stages under its own
@@ -98,6 +100,9 @@ def parallelize(
             transform.apply([*stages.values()], site)
     for stage in stages.values():
         stage.compute_dtype = storage.compute
+        if layout.cp > 1 and not module.kind.samplewise:
+            assert mesh is not None
+            divide_rows(stage, mesh["dp_shard"].get_local_rank() % layout.cp, layout.cp)
         if layout.ep > 1:
             assert experts is not None
             divide_experts(stage, experts)
@@ -213,23 +218,8 @@ def check(name: str, module: Adapter, layout: ModuleLayout) -> list[str]:
         for fqn, layer in module.named_modules()
         if layer.training and _has_statistics(layer)
     ]
-    if layout.cp > 1 and not module.context_parallel:
-        faults.append(
-            f"layout of '{name}': cp={layout.cp}, but {type(module).__name__} is not made for a part of its rows; set"
-            " cp=1, or context_parallel = True in a language model whose rows meet in packed_attention alone"
-        )
-    elif layout.cp > 1 and (lie := module.row_sharding(layout)) != sharding(layout.cp, max(1, lie.parts // layout.cp)):
-        faults.append(
-            f"layout of '{name}': cp={layout.cp}, but row_sharding(layout) of {type(module).__name__} is {lie}; let it"
-            " return sharding(layout.cp) of hetero_strategy.layout.row_sharding, or sharding(layout.cp, layout.tp)"
-        )
-    elif layout.cp > 1 and layout.cp_form == "heads" and module.attention_heads % layout.neighbours:
-        fits = [n for n in range(1, layout.cp) if module.attention_heads % (n * layout.tp) == 0]
-        faults.append(
-            f"layout of '{name}': cp_form='heads' divides {module.attention_heads} heads over tp {layout.tp} x cp"
-            f" {layout.cp} = {layout.neighbours} ranks; set {f'cp={fits[-1]}' if fits else 'another tp'}, or"
-            " cp_form='keys'"
-        )
+    if layout.cp > 1:
+        faults += [f"layout of '{name}': {fault}" for fault in _context_faults(module, layout)]
     faults += [f"layout of '{name}': {fault}" for fault in expert_faults(module, layout)]
     if layout.tp == 1:
         return faults
@@ -244,6 +234,33 @@ def check(name: str, module: Adapter, layout: ModuleLayout) -> list[str]:
             f" {axes}=2"
         )
     return faults + [f"layout of '{name}': {fault}" for fault in module.tp_faults(layout.tp, layout.ep)]
+
+
+def _context_faults(module: Adapter, layout: ModuleLayout) -> list[str]:
+    """Return the faults of context parallelism for this very module."""
+    cp, tp, kind, heads = layout.cp, layout.tp, type(module).__name__, module.attention_heads
+    by_heads = layout.cp_form == "heads" or not module.kind.samplewise
+    if not module.context_parallel:
+        return [
+            f"cp={cp}, but {kind} is not made for a part of its rows; set cp=1, or context_parallel = True in a"
+            " language model or backbone whose rows meet in packed_attention alone"
+        ]
+    if layout.cp_form == "keys" and by_heads:
+        return [f"cp_form='keys', but rows of {kind} see later rows; set cp_form='heads', or leave it out"]
+    if by_heads and heads % layout.neighbours:
+        fits = [n for n in range(1, cp) if heads % (n * tp) == 0]
+        keys = ", or cp_form='keys'" if module.kind.samplewise else ""
+        return [
+            f"cp_form='heads' divides {heads} heads over tp {tp} x cp {cp} = {layout.neighbours} ranks; set"
+            f" {f'cp={fits[-1]}' if fits else 'another tp'}{keys}"
+        ]
+    lie = module.row_sharding(layout)
+    if module.kind.samplewise and lie != sharding(cp, max(1, lie.parts // cp)):
+        return [
+            f"cp={cp}, but row_sharding(layout) of {kind} is {lie}; let it return sharding(layout.cp) of"
+            " hetero_strategy.layout.row_sharding, or sharding(layout.cp, layout.tp)"
+        ]
+    return []
 
 
 def _shards_fit(size: int, tp: int, dp_shard: int) -> bool:

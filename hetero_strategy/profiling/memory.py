@@ -190,8 +190,9 @@ class MemoryModel:
                     if labels is not None and node == nodes[-1]:
                         labelled = np.stack([np.diff(ragged.offsets(labels[a.units])[a.offsets]) for a in assignments])
                         labelled = -(-labelled[:, own] // layout.cp)
+                    parts = max(1, stage.row_sharding.parts // layout.cp)  # replicated rows of encoders have one
                     needs[node] = stage_needs(
-                        self.activations[name], layout, stage.row_sharding.parts // layout.cp, transforms.get(name, {}),
+                        self.activations[name], layout, parts, transforms.get(name, {}),
                         sizes[node], blocks_of(layout, node), rows[:, own], labelled,
                     )  # fmt: skip
         return needs

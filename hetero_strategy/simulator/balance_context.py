@@ -37,7 +37,7 @@ def row_dealing(modules: Mapping[str, ModuleSpec], layouts: Mapping[str, ModuleL
     """Return module with context parallelism by keys -> how its rows are dealt, by FLOPs and the travel of keys."""
     dealing = {}
     for name, layout in layouts.items():
-        if layout.cp > 1 and layout.cp_form != "heads":
+        if layout.cp > 1 and layout.cp_form != "heads" and modules[name].samplewise:
             shape = modules[name]
             row, pair = float(shape.per_row.sum()), 2 * float(shape.per_pair.sum())  # half of a square is seen
             key = FLOPS_PER_BYTE * 2.0 * shape.keys * shape.blocks

@@ -47,6 +47,9 @@ class GridTower(HFTower):
         self.patch = side(config, "patch_size")
         self.channels = side(config, "num_channels", "in_channels", "in_chans")
         cell = side(config, "spatial_merge_size", default=1)
+        self.attention_heads = side(config, "num_heads", "num_attention_heads", default=0)
+        # Features of inner blocks would have a part of the rows.
+        self.context_parallel = self.attention_heads > 0 and not getattr(config, "deepstack_visual_indexes", None)
         self.frames = side(config, "temporal_patch_size", default=1)
         self.prepare: Prepare = Prepare((1, cell, cell), self.grid)
         self.processor = ImagePatches(self.patch, self.channels, cell)

@@ -45,6 +45,7 @@ class Siglip2Backbone(HFAdapter, Backbone):
     tp_columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.fc1")
     tp_rows = ("self_attn.out_proj", "mlp.fc2")
     architecture = "Siglip2VisionModel"
+    context_parallel = True
 
     def __init__(self, config: Any, *, merge: int = 1, checkpoint: str | Path | None = None) -> None:
         from transformers import Siglip2VisionModel
@@ -59,7 +60,7 @@ class Siglip2Backbone(HFAdapter, Backbone):
             layer.self_attn = PackedSiglip2Attention(config)
         self.config = self.model.config
         self.merge = merge
-        self.hidden_width = config.hidden_size
+        self.hidden_width, self.attention_heads = config.hidden_size, config.num_attention_heads
         self.width = config.hidden_size * merge**2
         self.checkpoint = checkpoint
         seen = {} if checkpoint is None else _seen(checkpoint)

@@ -41,6 +41,7 @@ class WhisperBackbone(HFAdapter, Backbone):
     tp_columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "fc1")
     tp_rows = ("self_attn.out_proj", "fc2")
     architecture = "WhisperEncoder"
+    context_parallel = True
 
     def __init__(self, config: Any, *, stack: int = 1, checkpoint: str | Path | None = None) -> None:
         from transformers.models.whisper.modeling_whisper import WhisperEncoder
@@ -61,7 +62,7 @@ class WhisperBackbone(HFAdapter, Backbone):
         use_packed_attention(self.model)
         self.config = self.model.config
         self.stack = stack
-        self.hidden_width = config.d_model
+        self.hidden_width, self.attention_heads = config.d_model, config.encoder_attention_heads
         self.width = config.d_model * stack
         self.checkpoint = checkpoint
         self.max_item_rows = config.max_source_positions

@@ -1,5 +1,5 @@
-"""Context parallelism by heads: rows are exchanged for heads around attention, and every gradient is that of one
-process.
+"""Context parallelism by heads: rows are exchanged for heads around attention, in language models and in encoders, and
+every gradient is that of one process.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from hetero_strategy.model.context import in_context
 from hetero_strategy.model.head_exchange import HeadExchange
 from hetero_strategy.model.inputs import Packing, SequenceInputs
 from hetero_strategy.testing import Pool
-from tests.distributed.exact import NOTICED, expected
-from tests.distributed.stepping import Setting, steps_on_rank
-from tests.distributed.test_dealt_rows import check, setting_with
+from tests.distributed import stepping
+from tests.distributed.exact import EXACT, NOTICED, expected, on, setting_of
+from tests.distributed.stepping import SAMPLES, Reference, Setting, steps_on_rank
+from tests.distributed.test_dealt_rows import check
 
 pytestmark = pytest.mark.distributed
 
@@ -99,18 +100,49 @@ def test_attention_with_any_mask_and_heads_is_that_of_all_rows(pool: Pool, cp: i
         assert not {case: error for case, error in found.items() if not error < 1e-12}
 
 
-def language_model_by_heads(folders: dict[bool, str], way: str) -> Setting:
-    """Fewer key heads than ranks with tensor parallelism."""
-    return replace(setting_with(folders, 2, way, cp_form="heads"), kv_heads=2)
+def settings_of(folders: dict[bool, str]) -> list[Setting]:
+    """Encoders and a language model that exchange heads, on four ranks; it has fewer key heads than ranks with tp."""
+    llm, four = {"cp": 2, "cp_form": "heads"}, range(4)
+    made = [
+        setting_of(
+            folders,
+            {"vision": on(*four, cp=2, tp=2), "audio": on(*four, cp=4), "llm": on(*four, tp=2, **llm)},
+            "1f1b",
+            transforms={"audio": {"recompute": "all"}},
+        ),
+        setting_of(
+            folders,
+            {"vision": on(*four, cp=2, pp=2), "audio": on(*four, cp=2, dp_shard=2), "llm": on(*four, pp=2, **llm)},
+            "zb_h1",
+        ),
+        setting_of(
+            folders,
+            {
+                "vision": on(*four, cp=2, dp_replicate=2, dp_shard=1),
+                "audio": on(1, 2, cp=2),
+                "llm": on(*four, dp_shard=2, **llm),
+            },
+            "1f1b",
+            transforms={"vision": {"recompute": "whole"}, "audio": {"compile": "aot_eager"}},
+        ),
+    ]
+    return [replace(setting, kv_heads=2) for setting in made]
 
 
-def test_a_language_model_may_exchange_heads(pool: Pool, folders: dict[bool, str]) -> None:
-    steps = check(pool, [language_model_by_heads(folders, way) for way in ("tp", "zb_h1", "FSDP")])
-    assert all(one.order is None for step in steps for one in step.plan.assignments["llm"])
+def test_modules_that_exchange_heads_have_the_gradients_of_one_process(pool: Pool, folders: dict[bool, str]) -> None:
+    steps = check(pool, settings_of(folders))
+    assert all(one.order is None for step in steps for of in step.plan.assignments.values() for one in of)
 
 
-def swapped(rank: int, world: int, setting: Setting, right: bool) -> float:
-    """Largest error of a gradient where rank 1 swaps two of its heads, and none if it does not."""
+def test_encoders_without_items_take_part(pool: Pool, folders: dict[bool, str]) -> None:
+    """A sample a microbatch: many have no picture or no sound, and an instance of two has none at all."""
+    (step,) = check(pool, settings_of(folders)[2:], SAMPLES)
+    rows = [one.totals(inner=True).tolist() for one in step.plan.assignments["vision"]]
+    assert [0, 0] in rows and any(min(of) == 0 < max(of) for of in rows)
+
+
+def swapped(rank: int, world: int, setting: Setting, wanted: Reference, right: bool) -> dict[str, float]:
+    """Largest error of a gradient by module where rank 1 swaps heads, and none if it does not."""
     to_heads = HeadExchange.to_heads
 
     def wrong(exchange: HeadExchange, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,14 +150,20 @@ def swapped(rank: int, world: int, setting: Setting, right: bool) -> float:
 
     if rank == 1 and not right:
         HeadExchange.to_heads = wrong  # type: ignore[method-assign]
+    check_packing = stepping.check_packing
+    stepping.check_packing = lambda *_: None  # it would notice, too
     try:
-        (step,) = steps_on_rank(rank, world, setting, expected(setting), (2,), 0).steps
+        (step,) = steps_on_rank(rank, world, setting, wanted, (2,), 0).steps
     finally:
         HeadExchange.to_heads = to_heads  # type: ignore[method-assign]
-    return max(step.errors.values())
+        stepping.check_packing = check_packing
+    modules = {name.partition(".")[0] for name in step.errors}
+    return {m: max(error for name, error in step.errors.items() if name.startswith(f"{m}.")) for m in modules}
 
 
 def test_a_swapped_head_is_noticed(pool: Pool, folders: dict[bool, str]) -> None:
-    setting = language_model_by_heads(folders, "alone")
-    assert max(pool.run(2, swapped, setting, True)) < 1e-10
-    assert max(pool.run(2, swapped, setting, False)) > NOTICED
+    layouts = {"vision": on(0, 1, cp=2), "llm": on(0, 1, cp=2, cp_form="heads")}
+    setting = setting_of(folders, layouts, "1f1b")
+    right, wrong = (pool.run(2, swapped, setting, expected(setting), way) for way in (True, False))
+    assert max(error for found in right for error in found.values()) < EXACT
+    assert all(max(found[name] for found in wrong) > NOTICED for name in layouts)

@@ -25,7 +25,7 @@ from hetero_strategy.parallelize.gradients import local, tied_rank_sets
 from hetero_strategy.testing import Pool
 from hetero_strategy.zoo import titan_llama
 from hetero_strategy.zoo.titan import TitanLlama
-from tests.model.helpers import TITAN
+from tests.model.helpers import TITAN, VIT, WHISPER
 from tests.parallelize.pieces import MAKE, Piece, evaluate_then_train, even_split, run, run_all, worst
 
 PIPE = {"ranks": 2, "pp": 2, "split": [1, 3]}
@@ -167,6 +167,13 @@ def test_context_parallelism_is_for_modules_that_are_made_for_it(monkeypatch: py
         "layout of 'llm': cp_form='heads' divides 4 heads over tp 2 x cp 4 = 8 ranks; set cp=2, or cp_form='keys'"
         in faults("titan", ranks=8, cp=4, tp=2, cp_form="heads")
     )
+    for kind, heads in (("siglip2", VIT["num_attention_heads"]), ("whisper", WHISPER["encoder_attention_heads"])):
+        check_all({"llm": MAKE[kind]()}, {"llm": ModuleLayout(ranks=2, cp=2).resolved()})
+        text = faults(kind, ranks=3 * heads, cp=3 * heads)
+        assert f"divides {heads} heads over tp 1 x cp {3 * heads} = {3 * heads} ranks; set cp={heads}" in text
+        assert "see later rows; set cp_form='heads'" in faults(kind, ranks=2, cp=2, cp_form="keys")
+        monkeypatch.setattr(type(MAKE[kind]().backbone), "context_parallel", False)
+        assert "cp=2, but Encoder is not made for a part of its rows; set cp=1" in faults(kind, ranks=2, cp=2)
     own = type("Own", (RowSharding,), {})
     monkeypatch.setattr(TitanLlama, "row_sharding", lambda _, layout: own(layout.tp))
     check_all({"llm": MAKE["titan"]()}, {"llm": ModuleLayout(ranks=2, tp=2).resolved()})  # a way of its own

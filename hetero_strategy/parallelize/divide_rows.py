@@ -1,0 +1,170 @@
+"""Context parallelism of encoders: blocks run on a part of an instance's rows, everything around them on all rows.
+
+The first block of a stage takes its rank's part, and the rows of all parts are gathered after the last one. So rows at
+edges and between stages are replicated, as over tensor-parallel ranks. Two ranks, 5 rows of an item::
+
+    embedding 0 1 2 3 4    blocks of rank 0: 0 1 2    blocks of rank 1: 3 4 and padding    merger 0 1 2 3 4
+
+Each rank has the whole gradient of a stage's output. It counts ``1 / cp`` of it, and the last block's rows count it
+``cp`` times, so that the sum over ranks is right for parameters inside and outside of blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from hetero_strategy.errors import ModelError
+from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.head_exchange import HeadExchange
+from hetero_strategy.model.inputs import Packing
+
+
+def divide_rows(stage: Adapter, rank: int, ranks: int) -> None:
+    """Let the blocks of a stage run on this rank's part of the rows, and exchange heads in attention.
+
+    Args:
+        stage: a stage of an encoder; its ``context_group`` must be set before it runs.
+        rank: context-parallel coordinate of this rank.
+        ranks: number of context-parallel ranks.
+    """
+    blocks = list(stage.blocks().values())
+    for block in blocks:
+        enter = partial(_enter, stage, rank, ranks, is_first=block is blocks[0])
+        block.register_forward_pre_hook(enter, with_kwargs=True)
+    blocks[-1].register_forward_hook(_leave, with_kwargs=True)
+    stage.register_forward_hook(lambda *made: _Counted.apply(made[-1], 1 / ranks))
+
+
+class _Part(NamedTuple):
+    """A rank's part of the rows of an instance."""
+
+    rank: int
+    ranks: int
+    total: int
+    """Rows of the instance."""
+    group: str
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of each part, padding included."""
+        return -(-self.total // self.ranks)
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Return this rank's part ``[..., rows, width]`` of rows ``[..., total, width]``."""
+        start = min(self.rank * self.rows, self.total)
+        own = rows.narrow(-2, start, min(self.rows, self.total - start))
+        return F.pad(own, (0, 0, 0, self.rows - own.shape[-2]))
+
+    def whole(self, own: Tensor) -> Tensor:
+        """Gather the parts of all ranks; a collective."""
+        c10d, (*lead, _, width) = torch.ops._c10d_functional, own.shape
+        rows = own.reshape(-1, width).contiguous()
+        gathered = c10d.wait_tensor(c10d.all_gather_into_tensor(rows, self.ranks, self.group))
+        return gathered[: self.total].reshape(*lead, self.total, width)
+
+
+def _enter(
+    stage: Adapter,
+    rank: int,
+    ranks: int,
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    is_first: bool,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cut the rows of a stage's first block, and in all blocks the tables with an entry for each row."""
+    leaves, form = tree_flatten((args, kwargs))
+    packing = next((found for leaf in leaves if (found := _packing(leaf)) is not None), None)
+    first = next(number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    if packing is None or (is_first and leaves[first].shape[-2] != packing.rows):
+        raise ModelError(
+            f"module '{stage.name}': cp={ranks}, but {type(block).__name__} takes rows {list(leaves[first].shape)} with"
+            f" {'no packing' if packing is None else f'a packing of {packing.rows} rows'}; set cp=1, or let its rows"
+            " meet in packed_attention alone"
+        )
+    part = _Part(rank, ranks, packing.rows, stage.context_group)
+    for number, leaf in enumerate(leaves):
+        if number == first:
+            leaves[number] = _Own.apply(leaf, part, not stage.first_stage) if is_first else leaf
+        elif isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.shape[-2] == part.total:
+            leaves[number] = part.of(leaf)
+        elif (own := _packing(leaf)) is not None:
+            exchanging = replace(own, context=HeadExchange(rank, ranks, own, part.group))
+            leaves[number] = exchanging if own is leaf else replace(leaf, packing=exchanging)
+    changed: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, form)
+    return changed
+
+
+def _leave(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> Any:
+    """Gather the rows behind a stage's last block."""
+    packing = next(found for leaf in tree_flatten((args, kwargs))[0] if (found := _packing(leaf)) is not None)
+    context = packing.context
+    assert isinstance(context, HeadExchange)
+    part = _Part(context.rank, context.ranks, packing.rows, context.group)
+    if isinstance(made, Tensor):
+        return _Whole.apply(made, part)
+    return (_Whole.apply(made[0], part), *made[1:])
+
+
+def _packing(leaf: Any) -> Packing | None:
+    """Return the packing of an argument, which may be a mask that has one."""
+    found = getattr(leaf, "packing", leaf)
+    return found if isinstance(found, Packing) else None
+
+
+class _Own(torch.autograd.Function):
+    """This rank's part of all rows. The gradient of the others' is 0 in a first stage, and else gathered, because the
+    stage before takes the whole.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, part: _Part, gathers: bool) -> Tensor:
+        ctx.part, ctx.gathers = part, gathers
+        return part.of(rows).clone()  # no view, which would keep all rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        part, gradient = ctx.part, grads[0]
+        if ctx.gathers:
+            return part.whole(gradient), None, None
+        before = min(part.rank * part.rows, part.total)
+        own = gradient.narrow(-2, 0, min(part.rows, part.total - before))
+        return F.pad(own, (0, 0, before, part.total - before - own.shape[-2])), None, None
+
+
+class _Whole(torch.autograd.Function):
+    """The rows of all ranks; see the module's head for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, part: _Part) -> Tensor:
+        ctx.part = part
+        return part.whole(own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.part.of(grads[0]) * ctx.part.ranks, None
+
+
+class _Counted(torch.autograd.Function):
+    """A copy of rows whose gradient counts in part."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, share: float) -> Tensor:
+        ctx.share = share
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.share, None
