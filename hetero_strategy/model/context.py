@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ModelError
-from hetero_strategy.model.head_exchange import HeadExchange
-from hetero_strategy.model.inputs import ModuleInputs, Movable, Packing, SequenceInputs
+from hetero_strategy.model.head_exchange import ContextRanks, HeadExchange
+from hetero_strategy.model.inputs import ModuleInputs, Packing, SequenceInputs
 from hetero_strategy.model.seen_keys import SeenKeys, Segments, seen_keys
 from hetero_strategy.model.spread_labels import spread_labels
 
@@ -25,7 +25,7 @@ _C10D = torch.ops._c10d_functional
 
 
 @dataclass(eq=False)
-class Context(Movable):
+class Context(ContextRanks):
     """The keys that the rows of one rank see, and the exchange with the ranks that have the other rows.
 
     A segment is a run of the rank's rows that follow each other in one sequence. It sees the keys of its sequence up to
@@ -33,9 +33,7 @@ class Context(Movable):
     """
 
     rank: int
-    """Context-parallel coordinate of this rank."""
     ranks: int
-    """Number of context-parallel ranks."""
     keys: Mapping[int | None, SeenKeys]
     """Window of layers -> the keys that their rows see; None: layers without a window, or with one that is not here."""
     by_segments: bool
@@ -46,7 +44,6 @@ class Context(Movable):
     extent: Tensor
     """``[longest, 0]``, without data: most rows of a segment."""
     group: str = ""
-    """Name of the ranks' process group, once they run."""
 
     def keys_of(self, window: int | None) -> SeenKeys:
         """Return the keys that rows see in layers of a window."""
@@ -61,21 +58,6 @@ class Context(Movable):
         """
         sending: Tensor = _C10D.all_to_all_single(rows.contiguous(), list(received), list(sent), self.group)
         return sending
-
-    def arrived(self, sending: Tensor) -> Tensor:
-        """Wait for rows that are on their way, and return them."""
-        rows: Tensor = _C10D.wait_tensor(sending)
-        return rows
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """Gather all ranks' rows ``[T, ...]``, rank by rank, from this rank's ``[T / ranks, ...]``; a collective,
-        without a gradient.
-        """
-        return self.arrived(_C10D.all_gather_into_tensor(rows.contiguous(), self.ranks, self.group))
-
-    def summed(self, numbers: Tensor) -> Tensor:
-        """Return the sum of the ranks' tensors; a collective, without a gradient."""
-        return self.arrived(_C10D.all_reduce(numbers, "sum", self.group))
 
 
 def in_context(

@@ -13,29 +13,53 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from hetero_strategy.errors import ModelError
+from hetero_strategy.model.all_to_all import all_to_all
 from hetero_strategy.model.inputs import Movable, Packing
 
+_C10D = torch.ops._c10d_functional
 
-@dataclass(eq=False)
-class HeadExchange(Movable):
-    """The ranks that share the rows of an instance, in equal contiguous parts, and divide the heads of attention."""
+
+class ContextRanks(Movable):
+    """A base of the ways in which context-parallel ranks exchange rows."""
 
     rank: int
     """Context-parallel coordinate of this rank."""
     ranks: int
     """Number of context-parallel ranks."""
+    group: str
+    """Name of the ranks' process group, once they run."""
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Gather all ranks' rows ``[T, ...]``, rank by rank, from this rank's ``[T / ranks, ...]``; a collective,
+        without a gradient.
+        """
+        return self.arrived(_C10D.all_gather_into_tensor(rows.contiguous(), self.ranks, self.group))
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        """Return the sum of the ranks' tensors; a collective, without a gradient."""
+        return self.arrived(_C10D.all_reduce(numbers, "sum", self.group))
+
+    def arrived(self, sending: Tensor) -> Tensor:
+        """Wait for rows that are on their way, and return them."""
+        rows: Tensor = _C10D.wait_tensor(sending)
+        return rows
+
+
+@dataclass(eq=False)
+class HeadExchange(ContextRanks):
+    """The ranks that share the rows of an instance, in equal contiguous parts, and divide the heads of attention."""
+
+    rank: int
+    ranks: int
     whole: Packing
     """Packing of all rows; alignment rows of the last parts may follow."""
     group: str = ""
-    """Name of the ranks' process group, once they run."""
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange own rows of all heads, ``[1, heads, rows, width]``, for all rows of own heads; a collective.
@@ -67,38 +91,7 @@ class HeadExchange(Movable):
         """Return the entries of this rank's heads, from ``[heads]``."""
         return by_head.unflatten(0, (self.ranks, -1))[self.rank]
 
-    def gather(self, rows: Tensor) -> Tensor:
-        """Gather all ranks' rows ``[T, ...]`` in their order; a collective, without a gradient."""
-        c10d = torch.ops._c10d_functional
-        gathered: Tensor = c10d.wait_tensor(c10d.all_gather_into_tensor(rows.contiguous(), self.ranks, self.group))
-        return gathered
-
-    def summed(self, numbers: Tensor) -> Tensor:
-        """Return the sum of the ranks' tensors; a collective, without a gradient."""
-        c10d = torch.ops._c10d_functional
-        total: Tensor = c10d.wait_tensor(c10d.all_reduce(numbers, "sum", self.group))
-        return total
-
     def _exchanged(self, parts: Tensor) -> Tensor:
-        exchanged: Tensor = _Exchanged.apply(parts, self.group)
-        return exchanged
-
-
-class _Exchanged(torch.autograd.Function):
-    """Parts ``[ranks, ...]``, one for each rank, in exchange for one from each rank; gradients go back."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return _all_to_all(parts, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(grads[0], ctx.group), None
-
-
-def _all_to_all(parts: Tensor, group: str) -> Tensor:
-    c10d, each = torch.ops._c10d_functional, [1] * len(parts)
-    arrived: Tensor = c10d.wait_tensor(c10d.all_to_all_single(parts.contiguous(), each, each, group))
-    return arrived
+        """Exchange parts ``[ranks, ...]``, one for each rank, for one from each rank."""
+        each = (1,) * self.ranks
+        return all_to_all(parts, each, each, self.group)

@@ -48,13 +48,13 @@ def packing_by(rule: MaskRule | None, lengths: Sequence[int] = LENGTHS) -> Packi
 def worst_errors(rank: int, world: int) -> dict[str, float]:
     """Largest error of a result or gradient of this rank, by case; and sent numbers less those of the least."""
     sent: list[int] = []
-    all_to_all = head_exchange._all_to_all
+    all_to_all = head_exchange.all_to_all
 
-    def counted(parts: Tensor, group: str) -> Tensor:
+    def counted(parts: Tensor, *where: Any) -> Tensor:
         sent.append(parts.numel() * (world - 1) // world)
-        return all_to_all(parts, group)
+        return all_to_all(parts, *where)
 
-    head_exchange._all_to_all = counted
+    head_exchange.all_to_all = counted
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     found = {}
     cases: list[tuple[Any, ...]] = [(rule, heads, True) for rule in RULES for heads in HEADS]

@@ -18,6 +18,8 @@ from recipes.digits import write_digits, write_digits_draw
 from tests.distributed.stepping import ATTENTION, ITEM_MODULES, Setting, by_module
 
 SAMPLES = 40
+HEADS = 4
+"""Attention heads of every module."""
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 PARTS = {
     "vision": ("backbone", "projector", "backbone.model.embeddings", "backbone.model.encoder.layers.0"),
@@ -245,16 +247,17 @@ class _Drawing:
         for factor in (2, 2, 2, 3, 5, 7):
             if count % factor == 0:
                 count //= factor
-                heads = factor == 2 and found["tp"] < 4
+                divides = ITEM_MODULES.get(module) != "encoder" or HEADS % (found["tp"] * found["cp"] * factor) == 0
+                heads = factor == 2 and found["tp"] < 4 and divides
                 many = not self.single
-                cuts = module not in ITEM_MODULES and found["cp"] * factor <= 4
+                cuts = ITEM_MODULES.get(module) != "generator" and found["cp"] * factor <= 4 and divides
                 degree = self.one_of(
                     {"dp_replicate": 2 * many, "dp_shard": 3 * many, "cp": 3 * cuts, "tp": 3 * heads, "pp": 4}
                 )
                 found[degree] *= factor
-        if found["cp"] > 1:
+        if found["cp"] > 1 and module not in ITEM_MODULES:
             found["cp_order"] = self.rng.choice(("auto", "auto", "zigzag", "blocks"))
-            if 4 % (found["cp"] * found["tp"]) == 0 and self.often(0.4):  # of 4 heads
+            if HEADS % (found["tp"] * found["cp"]) == 0 and self.often(0.4):
                 found["cp_form"] = "heads"
         return found
 
@@ -313,7 +316,7 @@ class _Drawing:
         of a part of the rows.
         """
         apart = [name for name in modules if layouts[name]["tp"] * layouts[name]["cp"] > 1]
-        found = {"dropout": 0.2}
+        found = {} if "audio" in layouts and layouts["audio"]["cp"] > 1 else {"dropout": 0.2}
         if "audio" not in apart:
             found["activation_dropout"] = 0.1
         if not apart or (lm == "titan" and set(apart) <= {"llm", "caption", "draw"}):
