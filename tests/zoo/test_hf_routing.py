@@ -1,0 +1,138 @@
+"""Routers of transformers' mixtures: counts, the loss on balance, biases, and frozen routers."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.mixtral import modeling_mixtral
+
+from hetero_strategy.errors import ModelError
+from hetero_strategy.model import MultimodalModel
+from hetero_strategy.model.routing import StepRouting, note_choices, running
+from hetero_strategy.zoo.hf_causal_lm import HFCausalLM, hf_causal_lm
+from tests.model.helpers import HandBatch, ready, tokens
+from tests.zoo.families import TINY
+from tests.zoo.test_hf_experts import theirs, worst
+
+LENGTHS = (5, 3, 4)
+BIASED = ("deepseek_v3", "glm4_moe", "dots1", "ernie4_5_moe", "laguna", "minimax_m2", "mimo_v2_flash")
+OTHERS = ("qwen2_moe", "gpt_oss", "deepseek_v2", "qwen3_next", "minimax", "mixtral")
+
+
+def made(model_type: str, **options: Any) -> HFCausalLM:
+    return ready(hf_causal_lm(model_type=model_type, check=False, **TINY[model_type], **options))
+
+
+def load_balancing_loss(*given: Any) -> Tensor:
+    """transformers' own, in fp64."""
+    source = inspect.getsource(modeling_mixtral.load_balancing_loss_func)
+    names = dict(vars(modeling_mixtral))
+    exec(source.replace("torch.float32", "torch.float64").replace(".float()", ".double()"), names)
+    return names["load_balancing_loss_func"](*given)
+
+
+@pytest.mark.filterwarnings("ignore:.* keep a state from row to row")
+@pytest.mark.parametrize("model_type", [
+    "qwen3_moe", "deepseek_v3", *(pytest.param(t, marks=pytest.mark.full) for t in (*OTHERS, *BIASED[1:])),
+])  # fmt: skip
+def test_loss_and_gradients_are_those_of_transformers(model_type: str) -> None:
+    """One microbatch, with alignment rows, which count nowhere; theirs has a sequence in each row of a batch."""
+    steps = {"router_bias_step": 0.01} if model_type in BIASED else {}
+    ours = made(model_type, balance_loss=0.3, **steps)
+    inputs = tokens(LENGTHS, vocab=ours.vocab_size, alignment=2)
+    labels = np.array([int((part >= 0).sum()) for part in inputs.labels[: sum(LENGTHS)].split(LENGTHS)])
+    model = MultimodalModel({"llm": ours}, check_packing=False).train()
+    out = model(HandBatch([{"llm": inputs}], [{"llm": [0, 1, 2]}], labels))
+    out.loss.backward()
+    reference = theirs(ours)
+    ids, mask = torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.int64)
+    for row, part in enumerate(inputs.ids[: sum(LENGTHS)].split(LENGTHS)):
+        ids[row, : len(part)], mask[row, : len(part)] = part, 1
+    found = reference(input_ids=ids, attention_mask=mask, output_router_logits=True)
+    routing = ours.routing
+    assert routing is not None
+    aux = load_balancing_loss(found.router_logits, routing.experts, TINY[model_type].get("moe_k", 2), mask)
+    token_loss = F.cross_entropy(found.logits[mask.bool()], inputs.labels[: sum(LENGTHS)])
+    (token_loss + 0.3 * aux).backward()
+    gradients = [
+        {n: p.grad for n, p in each.named_parameters() if p.grad is not None} for each in (ours.model, reference)
+    ]
+    wanted = (token_loss + 0.3 * aux).detach()
+    assert float(out.balance_losses["llm"]) == pytest.approx(float(aux.detach()), rel=1e-6)  # logged in fp32
+    assert float(out.loss.detach()) == pytest.approx(float(wanted), rel=1e-7)
+    assert worst(*gradients) < 1e-5  # routers, and layers with a state, compute in fp32
+    assert out.expert_rows["llm"].sum(1).tolist() == [2 * sum(LENGTHS)] * len(routing.routers)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "ernie4_5_moe", "minimax_m2"])
+def test_biases_follow_the_rows_of_all_batches_before_a_step(model_type: str) -> None:
+    ours = made(model_type, router_bias_step=0.5).bfloat16()
+    routing = ours.routing
+    assert routing is not None
+    names = {fqn.removeprefix("model.") for fqn in routing.biases}
+    assert names <= {*ours.hf_weights().names.values()} and not {*routing.biases} & {
+        n for n, _ in ours.named_parameters()
+    }
+    buffers = {name: buffer for name, buffer in ours.named_buffers() if name in routing.biases}
+    assert len(buffers) == len(routing.routers) and {b.dtype for b in buffers.values()} == {torch.float32}
+    rows = torch.zeros(len(routing.routers), routing.experts, dtype=torch.int64)
+    rows[:, 0] = 3
+    optimizer = torch.optim.SGD(ours.parameters(), 0.0)
+    note_choices(ours, rows)
+    note_choices(ours, rows.flip(1))
+    optimizer.step()
+    for buffer in buffers.values():
+        assert buffer.flatten().tolist() == [-0.5, 0.5, 0.5, -0.5]
+    optimizer.step()  # no rows since the last step
+    assert all(buffer.flatten().tolist() == [-0.5, 0.5, 0.5, -0.5] for buffer in buffers.values())
+
+
+def test_frozen_routers_keep_weights_and_biases() -> None:
+    model = MultimodalModel(
+        {"llm": made("deepseek_v3", router_bias_step=0.5)}, freeze=["llm.router"], check_packing=False
+    )
+    llm = model.modules_by_name["llm"]
+    assert llm.routing is not None
+    frozen = {name for name, p in llm.named_parameters() if not p.requires_grad}
+    assert frozen == {f"{router}.weight" for router in llm.routing.routers}
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    note_choices(llm, torch.arange(12).view(3, 4))
+    optimizer.step()
+    assert all(not llm.get_buffer(bias).any() for bias in llm.routing.biases)
+
+
+def test_a_layer_that_runs_again_counts_once() -> None:
+    """Recompute runs routers a second time."""
+    ours = made("qwen3_moe", balance_loss=0.1)
+    routing, inputs = ours.routing, tokens(LENGTHS, vocab=ours.vocab_size)
+    assert routing is not None
+    into = torch.zeros(len(routing.routers), routing.experts), torch.zeros(())
+    tally, sums = StepRouting(routing, [12], into).tally(3), []
+    for again in (False, True, False):  # the last as if nothing noted that the microbatch has run
+        tally.again = again
+        with running(routing, tally):
+            ours(inputs)
+        sums.append((int(tally.rows.sum()), int(tally.likeliest.sum()), float(tally.probabilities.sum())))
+    assert sums[0] == sums[1] == (96, 96, pytest.approx(48)) and sums[2] == (192, 192, pytest.approx(96))
+
+
+@pytest.mark.parametrize(("model_type", "options", "message"), [
+    ("qwen3_moe", {"balance_loss": -1.0}, "balance_loss=-1.0; use a number of at least 0"),
+    ("llama", {"balance_loss": 0.1}, "balance_loss=0.1, but it has no routers"),
+    ("qwen3_moe", {"router_bias_step": 0.1}, "router_bias_step=0.1, but not all of its routers have e_score"),
+])  # fmt: skip
+def test_wrong_options_are_refused(model_type: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        hf_causal_lm(model_type=model_type, check=False, **TINY[model_type], **options)
+
+
+def test_the_loss_is_on_where_the_config_asks_for_it() -> None:
+    for asked, coefficient in ((False, 0.0), (True, 0.001)):
+        module = hf_causal_lm(model_type="qwen3_moe", check=False, **TINY["qwen3_moe"], output_router_logits=asked)
+        assert module.routing is not None and module.routing.balance == coefficient
