@@ -17,6 +17,49 @@ ALIGNMENT = -1
 """Number in place of a sample's for alignment rows, which are a sequence without items."""
 
 
+@dataclass(frozen=True, eq=False)
+class Masks:
+    """The masks of a module's attentions over the same rows."""
+
+    masks: tuple[Slices, ...]
+    times: tuple[int, ...] = (1,)
+    """Number of attentions that have each mask."""
+
+    @property
+    def total(self) -> int:
+        return self.masks[0].total
+
+    def pairs(self, edges: Int64[np.ndarray, "edges"]) -> Float64[np.ndarray, "blocks"]:
+        """Count the pairs of the rows between each two of some ascending row numbers, in the mean of attentions."""
+        summed = sum(n * mask.work(edges) for n, mask in zip(self.times, self.masks, strict=True))
+        return np.asarray(summed / max(1, sum(self.times)))
+
+    def keys(
+        self, edges: Int64[np.ndarray, "edges"], owner: Int64[np.ndarray, "blocks"], owners: int
+    ) -> Float64[np.ndarray, "owners"]:
+        """Count the different keys that the rows of each owner see, in the mean of attentions.
+
+        Args:
+            edges: ascending row numbers between which blocks are.
+            owner: owner of each block.
+        """
+        seen = np.zeros(owners)
+        for n, mask in zip(self.times, self.masks, strict=True):
+            block, runs = mask.block_keys(edges)
+            of, start, end = ragged.merged(owner[block], runs[:, 0], runs[:, 1])
+            seen += n * np.bincount(of, end - start, minlength=owners)
+        return seen / max(1, sum(self.times))
+
+    def part(self, first: int, end: int) -> Masks:
+        """Return the masks of whole sequences, from row ``first`` to ``end``."""
+        parts = []
+        for mask in self.masks:
+            some = slice(*np.searchsorted(mask.row, (first, end)).tolist())
+            columns = (mask.row[some] - first, mask.rows[some], mask.key[some] - first, mask.keys[some])
+            parts.append(Slices(*columns, mask.low[some], mask.high[some], end - first))
+        return Masks(tuple(parts), self.times)
+
+
 def item_runs(metadata: StepMetadata, module: str, samples: Int64[np.ndarray, "sequences"]) -> UnitRuns:
     """Return the runs of rows of a module's items in some samples, by sample, then position.
 

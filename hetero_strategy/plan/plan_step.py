@@ -17,6 +17,7 @@ from jaxtyping import Float64, Int64
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
+from hetero_strategy.layout.row_sharding import RowOrder
 from hetero_strategy.plan.balance import Cost, OverLimit, balance, loads
 from hetero_strategy.plan.deal_rows import Dealing
 from hetero_strategy.plan.greedy import deal as deal_to_least
@@ -143,7 +144,8 @@ def plan_step(
             planner.squares(module),
         )  # fmt: skip
         if module in balancing.dealing:
-            assignments[module] = tuple(dealt(a, balancing.dealing[module]) for a in assignments[module])
+            orders = balancing.dealing[module].orders(metadata, assignments[module])
+            assignments[module] = tuple(map(dealt, assignments[module], orders))
     loads = {name: planner.load(name, assignments[name], packed.count) for name in costed}
     return StepPlan(metadata, packed.count, {name: assignments[name] for name in instances}, loads)
 
@@ -185,10 +187,9 @@ def assignments_of(
     return tuple(assignments)
 
 
-def dealt(assignment: Assignment, dealing: Dealing) -> Assignment:
-    """Deal the rows of each instance to its context-parallel ranks."""
-    instances = range(len(assignment.offsets) - 1)
-    return replace(assignment, order=dealing.of([assignment.inner_rows_of(i) for i in instances]))
+def dealt(assignment: Assignment, order: RowOrder) -> Assignment:
+    """Return an assignment whose rows are in an order on context-parallel ranks."""
+    return replace(assignment, order=order)
 
 
 @dataclass

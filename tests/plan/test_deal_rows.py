@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_strategy.layout.row_sharding import RowOrder
 from hetero_strategy.mask import BidirectionalItems, Causal, Full, ItemsAlone, MaskRule, Slices, Spans
 from hetero_strategy.plan.deal_rows import Dealing, RankPieces, RowCost, deal_rows, pairs_and_keys
+from hetero_strategy.plan.masks import Masks
 
 RULES: tuple[MaskRule, ...] = (Causal(), Causal(5), BidirectionalItems(), ItemsAlone(), Full())
 COSTS = RowCost(0, 1, 0), RowCost(100, 1, 0), RowCost(1, 1, 20)
@@ -76,12 +78,13 @@ def test_ranks_have_equally_many_rows_and_what_is_counted_is_so(
         assert keys[r] == (dense[mine].any(axis=0) & ~mine).sum()
     if order == "auto":
         others = (pairs_and_keys(deal_rows(lengths, mask, ranks, cost, "zigzag"), mask, ranks), (pairs, keys))
-        zigzag, own = (np.max(cost.of(0.0, p, k)) for p, k in others)
-        assert own <= zigzag + 0.0101 * (cost.row * mask.total + cost.pair * dense.sum()) / ranks
+        zigzag, own = (np.max(cost.of(mask.total / ranks, p, k)) for p, k in others)
+        even = float(np.max(cost.of(mask.total / ranks, dense.sum() / ranks, 0.0)))
+        assert own <= max(zigzag, 1.05 * even) + 0.0101 * even + cost.pair * lengths.max()  # chunks of whole rows
 
 
 def test_short_sequences_stay_whole() -> None:
-    lengths = np.array([30, 10, 20, 40, 20, 40, 30, 10])
+    lengths = np.array([28, 14, 22, 36, 22, 36, 28, 14])
     mask = Causal().slices(lengths, Spans.none())
     rank = of_rank(deal_rows(lengths, mask, 4, RowCost(100, 1, 10)), 200)
     assert all(len(set(own)) == 1 for own in np.split(rank, np.cumsum(lengths)[:-1]))
@@ -109,7 +112,7 @@ def test_masks_that_two_chunks_leave_uneven_are_cut_in_blocks() -> None:
 
 def test_packed_documents_are_even_and_few_of_their_keys_travel() -> None:
     rng, ranks, total, ratios = np.random.default_rng(1), 8, 65536, []
-    for _ in range(10):
+    for _ in range(40):
         lengths = np.clip(rng.lognormal(np.log(2000), 1.0, 200), 16, total).astype(np.int64)
         lengths = np.diff(np.minimum(np.append(0, np.cumsum(lengths)), total))
         mask = Causal().slices(lengths, Spans.none())
@@ -122,15 +125,30 @@ def test_packed_documents_are_even_and_few_of_their_keys_travel() -> None:
     assert pairs < 1.1 and keys < 0.35 < by_blocks
 
 
+def orders(lengths: list[list[int]], order: Any = "auto", parts: int = 1) -> list[RowOrder]:
+    """Deal instances with sequences of these lengths, causal, to two ranks each."""
+    ends = np.array([n for each in lengths for n in each], np.int64)
+    masks = Masks((Causal().slices(ends, Spans.none()),))
+    return Dealing(2, order).split(ends, np.array([len(each) for each in lengths]), masks, parts)
+
+
+def test_microbatches_are_dealt_as_they_are_alone() -> None:
+    lengths = [[30, 10], [2, 2], [], [40, 4, 4], [1, 1], [64]]
+    both = orders(lengths[:3]) + orders(lengths[3:])
+    for ours, alone in zip(orders(lengths, parts=2), both, strict=True):
+        for name in ("first", "start", "place"):
+            assert getattr(ours, name).tolist() == getattr(alone, name).tolist()
+
+
 def test_a_deal_is_made_of_every_instance() -> None:
-    order = Dealing(2).of([np.array([8]), np.array([2, 2])])
+    (order,) = orders([[8], [2, 2]])
     assert order.rows(0, 8).tolist() == [0, 1, 6, 7, 2, 3, 4, 5] and order.first.tolist() == [0, 8]
     assert sorted(order.rows(1, 4).tolist()) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("order", ["auto", "blocks", "zigzag"])
 def test_an_instance_may_have_no_rows(order: Any) -> None:
-    dealt = Dealing(2, order).of([np.zeros(0, np.int64), np.array([0, 0]), np.array([4])])
+    (dealt,) = orders([[], [0, 0], [4]], order)
     assert dealt.rows(0, 0).tolist() == dealt.rows(1, 0).tolist() == []
     assert dealt.first.tolist() == [0, 0, 0] and sorted(dealt.rows(2, 4).tolist()) == [0, 1, 2, 3]
 
