@@ -63,6 +63,7 @@ def name_of(rule: MaskRule) -> str:
 
 def compared(seed: int) -> tuple[str, Errors] | None:
     """Compare one drawn mask; None if it has no rows."""
+    torch.manual_seed(seed)
     draw = DrawnMask(seed)
     rule, pairs = draw.case(seed)
     if not len(pairs):
