@@ -5,8 +5,8 @@ thing is: what fits into memory, by its formula, which says which problem is sol
 
 * both modules on the same ranks, or on ranks of their own; any ranks at the end may stay idle; the encoder's ranks come
   first, or last where the language model's tensor parallelism would cross a node otherwise,
-* all degrees of tensor parallelism within nodes, pipelines of any length, instances that replicate and shard in any
-  mixture, and any number of microbatches where the problem leaves it open,
+* all degrees of tensor parallelism within nodes, all degrees of expert parallelism, pipelines of any length, instances
+  that replicate and shard in any mixture, and any number of microbatches where the problem leaves it open,
 * all schedules with all numbers of virtual stages, and encoders that fill bubbles or not;
   ``gpipe`` only where it holds no more microbatches than the formula of memory counts,
 * parameters gathered as is the default and, where there is memory, once per step,
@@ -23,6 +23,7 @@ from dataclasses import replace
 from itertools import chain, combinations, product
 from typing import NamedTuple
 
+from hetero_strategy.model.spec import ModuleSpec
 from hetero_strategy.parallelize.recompute import Recompute
 from hetero_strategy.planner.candidate import Candidate
 from hetero_strategy.planner.search import Planner
@@ -70,7 +71,18 @@ def _degrees(planner: Planner, name: str, ranks: int) -> Iterator[Degrees]:
         for pp in range(1, module.blocks + 1):
             if ranks % (tp * pp) == 0 and planner.evaluator.cluster.ranks_per_node % tp == 0:
                 dp = ranks // tp // pp
-                yield from (Degrees(tp, pp, dp // n, n) for n in range(1, dp + 1) if dp % n == 0)
+                shards = (n for n in range(1, dp + 1) if dp % n == 0)
+                yield from (Degrees(tp, pp, dp // n, n, ep=ep) for n in shards for ep in _experts(module, n, tp))
+
+
+def _experts(module: ModuleSpec, shards: int, tp: int) -> Iterator[int]:
+    yield 1
+    for ep in range(2, shards * tp + 1):
+        left = shards * tp // ep
+        if module.experts is not None and left * ep == shards * tp:
+            layers = module.experts.sizes
+            if all(n % ep == 0 and (n // ep % left == 0 or not any(k % left for k in sizes)) for n, *sizes in layers):
+                yield ep
 
 
 def _recomputed() -> Iterator[frozenset[str]]:
@@ -104,7 +116,7 @@ def _settled(
             layouts = {m: way.layout(own) for (m, way), own in zip(given.items(), ranks, strict=True)}
             alike, reshard = together and ways[0] == ways[1], "never" if whole else "auto"
             base = Candidate(layouts, count, transforms=chosen, reshard_after_forward=reshard)
-            works = (estimates.work(m, w.tp, w.transforms) for m, w in given.items())
+            works = (estimates.work(m, w.tp, w.transforms, ep=w.ep) for m, w in given.items())
             busy = [work.total * way.tp / way.ranks for work, way in zip(works, ways, strict=True)]
             least = sum(busy) if together else max(busy)
             for candidate in _scheduled(planner, base):

@@ -105,13 +105,19 @@ def clocks() -> np.ndarray:
     return np.array([time.perf_counter(), time.process_time()])
 
 
-def problem(seed: int) -> tuple[Planner, int | None]:
+def problem_with_experts(seed: int) -> tuple[Planner, int | None]:
+    """A :func:`problem` whose language model has 4 or 8 experts in each layer."""
+    return problem(seed, 4 + seed % 2 * 4)
+
+
+def problem(seed: int, experts: int = 0) -> tuple[Planner, int | None]:
     """A random problem of 2 to 4 ranks: tensor parallelism of 1, 2 and 4, and microbatches are chosen."""
     rng = np.random.default_rng(seed)
     shape = model(
         (int(rng.integers(1, 6)), int(rng.choice(WIDTHS))),
         (int(rng.integers(2, 8)), int(rng.choice(WIDTHS))),
         frozen=bool(rng.random() < 0.3),
+        experts=experts,
     )
     given = drawn(rng, int(rng.choice([2, 3, 4])), (1, 2))
     return Planner(CostModel(shape, given), [batch(int(rng.choice([4, 8])), seed)], balance=PLAIN), None
@@ -205,6 +211,7 @@ def figures(tried: Sequence[dict[str, float]], refused: int) -> dict[str, Any]:
     option("--simulations", type=int, default=6, help="candidates simulated at each size (default 6)"),
     option("--problems", type=int, default=200, help="random ones of 2 to 4 ranks (default 200)"),
     option("--seed", type=int, default=0, help="of the first problem (default 0)"),
+    option("--experts", type=int, default=10, help="random ones of 2 to 4 ranks with experts (default 10)"),
     option("--larger", type=int, default=40, help="random ones of 2 to 16 ranks (default 40)"),
 )
 def main(given: Options) -> Any:
@@ -225,7 +232,11 @@ def main(given: Options) -> Any:
             ["propose: allocation over all placements, median; paper: one placement (table 2)",
              "DistTrain's: by its formula, of compute alone, with numbers of GPUs that are not rounded"],
         )  # fmt: skip
-    small = {"best": (problem, given.problems), "best_of_more_ranks": (larger_problem, given.larger)}
+    small = {
+        "best": (problem, given.problems),
+        "best_of_more_ranks": (larger_problem, given.larger),
+        "best_with_experts": (problem_with_experts, given.experts),
+    }
     for name, (make, count) in small.items():
         if tried := [r for seed in range(given.seed, given.seed + count) if (r := told(seed, make)) is not None]:
             found[name] = figures(tried, count - len(tried))

@@ -57,7 +57,7 @@ MOST_RANKS = 64
 """Most ranks that the timeline shows, spread evenly over all."""
 TP = (1, 2, 4, 8)
 """Degrees of tensor parallelism that a profile measures, from which other degrees are extrapolated."""
-OWN_FIELDS = ("cluster", "batches", "simulations", "microbatches", "run", "profile", "dry_run")
+OWN_FIELDS = ("cluster", "batches", "simulations", "microbatches", "expert_load", "run", "profile", "dry_run")
 """Fields of conf/plan.yaml besides those of a training run."""
 RANKS = ("trainer.devices", "trainer.num_nodes")
 """Fields of a run that a plan for another cluster replaces."""
@@ -89,8 +89,9 @@ def plan(cfg: DictConfig) -> None:
         measured, cluster = profiled(model, batches, cluster, precision(cfg), console)
     elif ran is not None:
         measured = ran.modules(shape, cluster, precision(cfg))
+    load = float(cfg.expert_load or (1.0 if ran is None else ran.expert_load))
     planner = Planner(
-        CostModel(shape, cluster, precision=precision(cfg), measured=measured),
+        CostModel(shape, cluster, precision=precision(cfg), measured=measured, expert_load=load),
         batches,
         microbatches=microbatches,
         balance=balance,

@@ -164,15 +164,15 @@ class RankAllocator:
     def _times_of(self, name: str, whole: bool) -> EntryTimes:
         e, table, choices = self._estimates, self._tables[name], self._choices[name]
         times = EntryTimes(*np.zeros((4, len(choices), len(table.way))))
-        for tp, cp in sorted({(way.tp, way.cp) for way in table.ways}):
-            own = np.flatnonzero((table.tp == tp * cp) & (table.cp == cp))
+        for tp, cp, ep in sorted({(way.tp, way.cp, way.ep) for way in table.ways}):
+            own = np.flatnonzero((table.tp == tp * cp) & (table.cp == cp) & (table.ep == ep))
             of: Any = table.pp[own], table.replicate[own], table.dp[own] // table.replicate[own]
             for row, chosen in enumerate(choices):
                 if not e.options.allows(name, tp, chosen):
                     times.bytes[row, own] = np.inf
                     continue
                 pp, replicate, shard = of
-                arguments = name, Degrees(tp, pp, replicate, shard, chosen, whole, cp), table.microbatches[own]
+                arguments = name, Degrees(tp, pp, replicate, shard, chosen, whole, cp, ep), table.microbatches[own]
                 times.later[row, own], times.through[row, own] = e.later(*arguments), e.through(*arguments)
                 times.bytes[row, own] = e.bytes(*arguments)
                 times.more[row, own] = e.bytes(*arguments, held=2) - times.bytes[row, own]

@@ -111,7 +111,7 @@ class RunOptions:
         return {**{each.name: each for each in chosen}, **self.transforms.get(module, {})}
 
     def narrowed(self, shape: ModelSpec) -> ModelSpec:
-        """Return the shape with the degrees of tensor parallelism that go with the transforms.
+        """Return the shape with the degrees of tensor and expert parallelism that go with the transforms.
 
         Raises:
             ConfigError: an option names no module, or no degree goes with the transforms of one.
@@ -120,7 +120,9 @@ class RunOptions:
         for name, module in shape.modules.items():
             of = self.transforms.get(name, {})
             fits = tuple(tp for tp in module.tp if not faults(name, module, _with_tp(tp), of))
-            modules[name] = replace(module, tp=fits or module.tp[:1])
+            divided = replace(_with_tp(module.tp[0]), dp_shard=2, ep=2)
+            experts = None if faults(name, module, divided, of) else module.experts
+            modules[name] = replace(module, tp=fits or module.tp[:1], experts=experts)
         check_transforms(self.transforms, modules, {name: _with_tp(module.tp[0]) for name, module in modules.items()})
         for option in ("pieces", "max_in_flight"):
             if unknown := sorted({*getattr(self.schedule, option)} - {*modules}):

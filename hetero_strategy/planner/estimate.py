@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from math import lcm
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -22,9 +23,9 @@ from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.candidate import Candidate, RunOptions
 from hetero_strategy.planner.space import Degrees, contexts
 from hetero_strategy.profiling.memory import CUDA
-from hetero_strategy.profiling.stage_memory import ADAM_STATES, parameter_bytes
+from hetero_strategy.profiling.stage_memory import ADAM_STATES, ParameterBytes, parameter_bytes
 from hetero_strategy.simulator.cluster import Numbers
-from hetero_strategy.simulator.cost_model import CostModel, synchronization
+from hetero_strategy.simulator.cost_model import CostModel, expert_synchronization, synchronization
 
 BACKWARD = 1.3
 """Peak of a block's backward over the bytes the block keeps for it: gradients come on top."""
@@ -96,21 +97,23 @@ class Estimates:
         self.choices = {name: [*options.choices(module).values()] for name, module in modules}
         """Transforms that a plan may add to each module, the least first and the most last."""
         self._saved: dict[tuple[str, Hashable], np.ndarray] = {}
-        self._work: dict[tuple[str, int, Hashable, int], Work] = {}
+        self._work: dict[tuple[str, int, Hashable, int, int], Work] = {}
         self._splits: dict[tuple[str, int, int], float] = {}
 
-    def work(self, module: str, tp: int, transforms: tuple[Transform, ...] = (), cp: int = 1) -> Work:
-        """Return a module's work with so many tensor-parallel and context-parallel ranks.
+    def work(self, module: str, tp: int, transforms: tuple[Transform, ...] = (), cp: int = 1, ep: int = 1) -> Work:
+        """Return a module's work with so many tensor-parallel, context-parallel and expert-parallel ranks.
 
         Args:
             transforms: transforms of the module; those of the user that are missing count, too.
         """
         of = self.options.of(module, transforms)
-        if (key := (module, tp, key_of(of.values()), cp)) not in self._work:
+        if (key := (module, tp, key_of(of.values()), cp, ep)) not in self._work:
             shape = self.shape.modules[module]
             blocks = shape.blocks
             each = (1,) * blocks if shape.has_blocks else (0,)
-            layout = ModuleLayout(tuple(range(tp * cp * blocks)), dp_shard=1, tp=tp, cp=cp, pp=blocks, split=each)
+            shards = lcm(ep, tp * cp) // (tp * cp)
+            ranks = tuple(range(shards * tp * cp * blocks))
+            layout = ModuleLayout(ranks, dp_shard=shards, tp=tp, cp=cp, ep=ep, pp=blocks, split=each)
             stages = self._costs.stages(module, layout, recomputed(of, blocks)[0])
             rows, squares, *_ = self._sizes[module]
             lines = [[t.forward for t in stages], [t.backward for t in stages]]
@@ -120,7 +123,7 @@ class Estimates:
         return self._work[key]
 
     def _work_of(self, module: str, degrees: Degrees) -> Work:
-        return self.work(module, degrees.tp, degrees.transforms, degrees.cp)
+        return self.work(module, degrees.tp, degrees.transforms, degrees.cp, degrees.ep)
 
     def slowest_share(self, module: str, tp: int, stages: int) -> float:
         """Return the share of the module's work that its slowest stage has if it is cut as well as it can be."""
@@ -180,10 +183,11 @@ class Estimates:
         """
         share = self._work_of(module, degrees).forward_share
         hidden = 0.0 if self.cluster.shares_cores else self.through(module, degrees, microbatches)
+        held, trained, blocks = self._numbers(module, degrees)
+        costs, experts = (self.cluster, self._costs.precision), self._experts(module, degrees)
         gather, scatter, replicas = synchronization(
-            *self._numbers(module, degrees), self.cluster, self._costs.precision,
-            tp=degrees.tp, shards=degrees.shards, replicas=degrees.dp_replicate,
-        )  # fmt: skip
+            held, trained, blocks, *costs, tp=degrees.tp, shards=degrees.shards, replicas=degrees.dp_replicate
+        ).plus(expert_synchronization(experts, blocks, degrees, *costs))
         once = np.maximum(0.0, gather - share * hidden / degrees.pp) + scatter + replicas
         forward, backward = share * hidden, (1 - share) * hidden
         each = np.maximum(0.0, gather - forward) + np.maximum(0.0, gather + scatter + replicas - backward)
@@ -193,6 +197,9 @@ class Estimates:
         """Return the bytes per rank of parameters, gradients and Adam's states, a lower bound of what a rank holds."""
         parameters, trained, _ = self._numbers(module, degrees)
         stage = parameter_bytes(parameters - trained, trained, degrees.shards, degrees.once, self._costs.precision)
+        whole, learnt = (n / degrees.ep for n in self._experts(module, degrees))
+        apart = parameter_bytes(whole - learnt, learnt, degrees.expert_shards, degrees.once, self._costs.precision)
+        stage = ParameterBytes(*(a + b for a, b in zip(stage, apart, strict=True)))
         states = stage.masters + stage.optimizer + self._earlier * stage.optimizer / ADAM_STATES
         passing = 0.0 if np.all(degrees.once) else self._passing(module, degrees)
         return states + stage.gradients + np.where(degrees.once, stage.gathered, passing)
@@ -202,17 +209,29 @@ class Estimates:
         blocks and the layers around them. Gradients come on top: of one block as its backward makes them and once more
         as they are summed, and of the layers around.
         """
-        stored, size = self.shape.modules[module].stored.sum(axis=3) / degrees.tp, self._costs.precision
+        shape, size = self.shape.modules[module], self._costs.precision
+        stored = shape.stored.sum(axis=3) / degrees.tp
+        if shape.experts is not None and degrees.ep > 1:
+            stored[:, 0] += shape.experts.stored.sum(axis=2) * (1 / degrees.ep - 1 / degrees.tp)
         block, around = stored[:, 0].max(axis=0), stored[:, 1].sum(axis=0)
         gathered = size.compute * float((2 * block + around).sum())
         return gathered + float(size.compute * (block + around)[1] + size.master * block[1])
 
     def _numbers(self, module: str, degrees: Degrees) -> tuple[Numbers, Numbers, Numbers]:
-        """Return a rank's parameters and trained parameters with equal stages, its shards together, and its blocks."""
-        parts = degrees.tp * degrees.pp
+        """Return a rank's parameters and trained parameters with equal stages, its shards together, and its blocks;
+        without the experts that ``ep`` divides.
+        """
         ends = zip(self._totals[module, False], self._totals[module, True], strict=True)
-        parameters, trained = (np.where(np.greater(degrees.pp, 1), twice, once) for once, twice in ends)
-        return parameters / parts, trained / parts, self.shape.modules[module].blocks / degrees.pp
+        several = (np.where(np.greater(degrees.pp, 1), twice, once) / degrees.pp for once, twice in ends)
+        apart = zip(several, self._experts(module, degrees), strict=True)
+        parameters, trained = ((every - experts) / degrees.tp for every, experts in apart)
+        return parameters, trained, self.shape.modules[module].blocks / degrees.pp
+
+    def _experts(self, module: str, degrees: Degrees) -> tuple[Numbers, Numbers]:
+        """Return the parameters of all experts of a stage that ``ep`` divides, and those that train."""
+        shape = self.shape.modules[module]
+        parameters, trained = shape.divided_experts(0, shape.blocks, degrees.ep)
+        return parameters / degrees.pp, trained / degrees.pp
 
     def activations(self, module: str, degrees: Degrees, microbatches: Numbers, held: Numbers = 1) -> Numbers:
         """Return the bytes per rank that backward needs: one microbatch of all blocks, since a pipeline of n ranks

@@ -63,15 +63,18 @@ class Placed(Blueprint):
     def alike(self) -> Hashable:
         """Return a key that is equal for candidates whose steps are planned, scheduled and simulated alike."""
         options, layouts = self.scheduling, self.layouts.items()
-        places = tuple((name, x.ranks, x.tp, x.pp, x.vpp, x.pp_style, x.dp) for name, x in layouts)
+        places = tuple((name, x.ranks, x.tp, x.pp, x.vpp, x.pp_style, x.dp, x.ep > x.neighbours) for name, x in layouts)
         stages = tuple((n, s.trains, s.backward, s.sharded, s.whole) for n, s in self.graph.stages.items())
         times = tuple(map(during, self.times.values()))
         return places, options.schedule, options.fill, frozenset(options.max_in_flight.items()), stages, times
 
     @property
     def together(self) -> set[StageId]:
-        """Return the stages whose instances do all actions together, because each gathers parameters."""
-        return {s for s, t in self.times.items() if not t.once and t.gather > 0}
+        """Return the stages whose instances do all actions together, because each gathers parameters or they exchange
+        rows of experts.
+        """
+        exchange = {name for name, layout in self.layouts.items() if layout.ep > layout.neighbours}
+        return {s for s, t in self.times.items() if (not t.once and t.gather > 0) or s.module in exchange}
 
 
 @dataclass(frozen=True, eq=False)

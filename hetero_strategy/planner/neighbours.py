@@ -11,7 +11,7 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.planner.candidate import Candidate, RunOptions
 from hetero_strategy.planner.evaluate import Evaluator
 from hetero_strategy.planner.propose import FEW, FEW_MODULES
-from hetero_strategy.planner.space import Degrees, degrees, divisors, one_after_another, shards
+from hetero_strategy.planner.space import Degrees, degrees, divided, divisors, one_after_another, shards
 
 
 class Neighbours:
@@ -141,22 +141,24 @@ class Neighbours:
         return ways
 
     def mixtures(self, candidate: Candidate) -> list[Candidate]:
-        """Return the candidate with other mixtures of replicas and shards of one module."""
+        """Return the candidate with other mixtures of replicas, shards and ranks of experts of one module."""
         layouts, ways = candidate.layouts, []
         for name, one in layouts.items():
             dp, on_node = len(one.ranks) // (one.neighbours * one.pp), self._evaluator.cluster.ranks_per_node
             for n in divisors(dp) if self._few else shards(dp, max(1, on_node // one.neighbours)):
-                other = replace(one, dp_replicate=dp // n, dp_shard=n)
-                ways.append(replace(candidate, layouts={**layouts, name: other}))
+                for way in divided(self._modules[name], Degrees.of(replace(one, dp_replicate=dp // n, dp_shard=n))):
+                    other = replace(one, dp_replicate=way.dp_replicate, dp_shard=n, ep=way.ep)
+                    ways.append(replace(candidate, layouts={**layouts, name: other}))
         return [*filter(self._fits, ways)]
 
     def laid_out(self, candidate: Candidate) -> list[Candidate]:
-        """Return the candidate with other tensor, context and pipeline degrees of one module on its ranks."""
+        """Return the candidate with other tensor, context, pipeline and expert degrees of one module on its ranks."""
         layouts, ways = candidate.layouts, []
         for name in (n for n, layout in layouts.items() if layout.vpp == 1):
             layout, module = layouts[name], self._evaluator.shape.modules[name]
             for way in degrees(module, len(layout.ranks), self._evaluator.cluster.ranks_per_node, inf):
-                if (way.tp, way.cp, way.pp) != (layout.tp, layout.cp, layout.pp) and self._worth(name, way):
+                own = layout.tp, layout.cp, layout.pp, layout.ep
+                if (way.tp, way.cp, way.pp, way.ep) != own and self._worth(name, way):
                     others = {**layouts, name: way.layout(layout.ranks)}
                     piped = any(x.pp > 1 for x in others.values()) and all(x.vpp == 1 for x in others.values())
                     schedule = "zb_h1" if piped and candidate.schedule == "auto" else candidate.schedule
@@ -186,10 +188,17 @@ class Neighbours:
                 if min(new_sizes) > 0 and sum(new_sizes) <= cluster.ranks:
                     ranks = one_after_another(new_sizes, range(len(new_sizes)))
                     of = {name: own for names, own in zip(groups.values(), ranks, strict=True) for name in names}
-                    layouts = {name: _sharded(layout, of[name]) for name, layout in current.items()}
+                    layouts = {name: self._sharded(name, layout, of[name]) for name, layout in current.items()}
                     if not any(self._tied[n] and one.pp_style == "v" and _reduced(one) for n, one in layouts.items()):
                         ways.append(replace(candidate, layouts=layouts))  # a run refuses the other layouts
         return [*filter(self._fits, ways)]
+
+    def _sharded(self, name: str, layout: ModuleLayout, ranks: Sequence[int]) -> ModuleLayout:
+        """Return a layout on other ranks, with the same stages, shards alone, and at most as many ranks of experts."""
+        dp = len(ranks) // (layout.neighbours * layout.pp)
+        ways = divided(self._modules[name], Degrees.of(replace(layout, dp_replicate=1, dp_shard=dp)))
+        ep = max(way.ep for way in ways if way.ep <= max(1, layout.ep))
+        return replace(layout, ranks=tuple(ranks), dp_replicate=1, dp_shard=dp, ep=ep)
 
     def counts(self, candidate: Candidate) -> list[Candidate]:
         """Return the candidate with one microbatch more or less, and with twice or half as many."""
@@ -214,8 +223,3 @@ class Neighbours:
 def _reduced(layout: ModuleLayout) -> bool:
     """Return whether gradients are summed over ranks."""
     return layout.dp_replicate * layout.shards > 1
-
-
-def _sharded(layout: ModuleLayout, ranks: Sequence[int]) -> ModuleLayout:
-    """Return a layout on other ranks, with the same stages and with shards alone."""
-    return replace(layout, ranks=tuple(ranks), dp_replicate=1, dp_shard=len(ranks) // (layout.neighbours * layout.pp))

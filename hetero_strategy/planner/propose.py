@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import lcm, prod
@@ -21,7 +22,17 @@ from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.allocate import RankAllocator
 from hetero_strategy.planner.candidate import Candidate, RunOptions
 from hetero_strategy.planner.estimate import Estimates
-from hetero_strategy.planner.space import Degrees, Partition, degrees, divisors, on_nodes, partitions, shards, ways
+from hetero_strategy.planner.space import (
+    Degrees,
+    Partition,
+    degrees,
+    divided,
+    divisors,
+    on_nodes,
+    partitions,
+    shards,
+    ways,
+)
 
 FEW = 16
 """Ranks up to which every layout is estimated."""
@@ -71,8 +82,8 @@ class Proposal(NamedTuple):
 
 
 def _alike(degrees: Mapping[str, Degrees]) -> bool:
-    """Return whether all modules have the same degrees."""
-    return len({d.plain for d in degrees.values()}) == 1
+    """Return whether all modules have the same degrees, besides ``ep``."""
+    return len({d.plain._replace(ep=1) for d in degrees.values()}) == 1
 
 
 class Proposer:
@@ -184,10 +195,11 @@ class Proposer:
             for cp, tp, dp in product(self._estimates.contexts(module), shape.tp, self._instances()):
                 most = min(shape.most_stages, self._ranks // (tp * cp * dp)) if per_node % (tp * cp) == 0 else 0
                 near = shards(dp, max(1, per_node // (tp * cp)))
-                options += [Degrees(tp, pp, dp // n, n, cp=cp) for pp in range(1, most + 1) for n in near]
+                every = (Degrees(tp, pp, dp // n, n, cp=cp) for pp in range(1, most + 1) for n in near)
+                options += [one for way in every for one in divided(shape, way)]
         else:
             for ranks in sorted(widths):
-                options += ways(shape.tp, 1, ranks, per_node, ranks)
+                options += [one for way in ways(shape.tp, 1, ranks, per_node, ranks) for one in divided(shape, way)]
             options += [way for way in degrees(shape, self._ranks, per_node, self._samples) if way.pp > 1]
         return [way for way in options if self._estimates.worth(module, way)]
 
@@ -223,11 +235,10 @@ def rigid_layouts(
             works += estimates.work(other, tp).total
     cut = None
     if llm.pp > 1:
-        seconds = estimates.work(name, llm.tp, cp=llm.cp).seconds.copy()
+        seconds = estimates.work(name, llm.tp, cp=llm.cp, ep=llm.ep).seconds.copy()
         seconds[0] += lighter * works
         cut = split(seconds, llm.pipeline.stages, shape.modules[name].first_blocks)
-    layouts = {**around, name: ModuleLayout(llm.ranks, tp=llm.tp, cp=llm.cp, pp=llm.pp, vpp=llm.vpp, split=cut,
-                                            pp_style=llm.pp_style, dp_replicate=1, dp_shard=llm.dp)}  # fmt: skip
+    layouts = {**around, name: replace(llm, split=cut, dp_replicate=1, dp_shard=llm.dp)}
     return {module: layouts[module] for module in shape.modules}
 
 
@@ -268,7 +279,7 @@ def _seconds(shape: ModelSpec, estimates: Estimates, candidate: Candidate, way: 
     name, count = shape.samplewise[0], candidate.microbatches
     encoders = sum(estimates.work(n, x.tp, candidate.of(n)).total for n, x in candidate.layouts.items() if n != name)
     way = way._replace(transforms=candidate.of(name), whole=candidate.reshard_after_forward == "never")
-    llm = estimates.work(name, way.tp, way.transforms, way.cp)
+    llm = estimates.work(name, way.tp, way.transforms, way.cp, way.ep)
     slowest = max(encoders, (encoders + llm.total) / way.pp) / way.dp
     fixed = count * llm.fixed + estimates.synchronized(name, way, count)
     return float(np.interp(1 / count, (0, 1), (slowest, (encoders + llm.total) / way.dp)) + fixed)

@@ -181,7 +181,7 @@ class Planner:
         """Return a lower bound of the ranks' compute: the mean over the ranks of any module, and over all ranks."""
         layouts, works = candidate.layouts, dict[str, float]()
         for name, layout in layouts.items():
-            work = self.estimates.work(name, layout.tp, candidate.of(name), layout.cp)
+            work = self.estimates.work(name, layout.tp, candidate.of(name), layout.cp, layout.ep)
             works[name] = work.total * layout.neighbours
         spans = [{*layout.ranks} for layout in layouts.values()]
         inside = (

@@ -30,6 +30,7 @@ class Degrees(NamedTuple):
     whole: bool = False
     """Whether parameters are gathered once per step even if the default is every microbatch."""
     cp: int = 1
+    ep: int = 1
 
     @property
     def dp(self) -> int:
@@ -50,6 +51,11 @@ class Degrees(NamedTuple):
         return self.dp_shard * self.cp
 
     @property
+    def expert_shards(self) -> int:
+        """Return the ranks that share a parameter of one rank's experts, see :attr:`ModuleLayout.expert_shards`."""
+        return self.shards * self.tp // self.ep
+
+    @property
     def once(self) -> bool:
         """Return whether parameters are gathered once per step: if pipelined, not sharded, or asked for."""
         return self.whole | (self.pp > 1) | (self.shards == 1)
@@ -68,13 +74,14 @@ class Degrees(NamedTuple):
             dp_replicate=self.dp_replicate,
             dp_shard=self.dp_shard,
             cp=self.cp,
+            ep=self.ep,
         )
 
     @classmethod
     def of(cls, layout: ModuleLayout, transforms: tuple[Transform, ...] = (), whole: bool = False) -> Degrees:
         """Read the degrees of a layout."""
         x = layout
-        return cls(x.tp, x.pp, x.dp_replicate, x.dp_shard, transforms, whole, x.cp)
+        return cls(x.tp, x.pp, x.dp_replicate, x.dp_shard, transforms, whole, x.cp, x.ep)
 
 
 def partitions(modules: Sequence[str]) -> Iterator[Partition]:
@@ -113,11 +120,20 @@ def degrees(
         mixed: include all other mixtures of replicas and shards.
     """
     limits = module.most_stages, ranks, ranks_per_node, most_instances, mixed
-    return [
+    every = (
         way._replace(tp=way.tp // cp, cp=cp)
         for cp in (contexts(ranks_per_node) if module.keys else [1])
         for way in ways([tp * cp for tp in module.tp], *limits)
-    ]
+    )
+    return [with_experts for way in every for with_experts in divided(module, way)]
+
+
+def divided(module: ModuleSpec, way: Degrees) -> list[Degrees]:
+    """Return the degrees with every number of ranks over which the module's experts may be divided, fewest first."""
+    if module.experts is None:
+        return [way]
+    every = (way._replace(ep=ep) for ep in divisors(way.shards * way.tp))
+    return [one for one in every if one.ep == 1 or module.experts.can_be_divided(one.ep, one.expert_shards)]
 
 
 def contexts(ranks_per_node: int) -> list[int]:
@@ -180,13 +196,14 @@ class ModuleTable(NamedTuple):
     tp: Int64[np.ndarray, "entries"]
     """Ranks of an instance on a stage: tensor ranks times context ranks."""
     cp: Int64[np.ndarray, "entries"]
+    ep: Int64[np.ndarray, "entries"]
     pp: Int64[np.ndarray, "entries"]
     replicate: Int64[np.ndarray, "entries"]
     dp: Int64[np.ndarray, "entries"]
     once: Int64[np.ndarray, "entries"]
     """Whether parameters are gathered once per step by default."""
     number: Int64[np.ndarray, "entries"]
-    """Number of the degrees, shared with the tables of other modules."""
+    """Number of the degrees besides ``ep``, shared with the tables of other modules."""
 
     @classmethod
     def of(
@@ -201,10 +218,20 @@ class ModuleTable(NamedTuple):
         tried = [counts(w) for w in ways]
         way = np.repeat(np.arange(len(ways)), np.array([len(n) for n in tried], np.int64))
         rows = [
-            (w.ranks, w.neighbours, w.cp, w.pp, w.dp_replicate, w.dp, w.once, numbers.setdefault(w, len(numbers)))
+            (
+                w.ranks,
+                w.neighbours,
+                w.cp,
+                w.ep,
+                w.pp,
+                w.dp_replicate,
+                w.dp,
+                w.once,
+                numbers.setdefault(w._replace(ep=1), len(numbers)),
+            )
             for w in ways
         ]
-        columns = np.array(rows, np.int64).reshape(-1, 8).T[:, way]
+        columns = np.array(rows, np.int64).reshape(-1, 9).T[:, way]
         return cls(ways, way, np.array([n for each in tried for n in each], np.int64), *columns)
 
 

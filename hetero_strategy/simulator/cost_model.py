@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, Num
@@ -25,6 +25,8 @@ ATTENTION_BACKWARD = 2.5
 """Attention's backward in forwards: five matmuls instead of two, as scores are recomputed (Dao, arXiv:2307.08691)."""
 MOVED_BACKWARD = 1.5
 """Backward of the work between matmuls in forwards: it reads the input and a gradient, and writes a gradient."""
+EXCHANGES = 2
+"""Times that a layer's rows travel between ranks in a forward, to experts and back; their gradients as often."""
 ADAM_BYTES = 28
 """Bytes that Adam moves per trained parameter: reads gradient, master and two moments, and writes the last three."""
 
@@ -155,6 +157,7 @@ class CostModel:
         measured: measured seconds of modules' blocks, from a profile or a run; the rest follows from FLOPs.
         overlap: collectives that overlap compute.
         accumulated: global batches per optimizer step, which share its time.
+        expert_load: rows of the rank whose experts are chosen most, over the mean, where experts are divided.
     """
 
     spec: ModelSpec
@@ -163,6 +166,7 @@ class CostModel:
     measured: Mapping[str, ModuleSeconds] = field(default_factory=dict)
     overlap: Overlap = OURS
     accumulated: int = 1
+    expert_load: float = 1.0
 
     @cached_property
     def fed(self) -> dict[str, bool]:
@@ -174,7 +178,7 @@ class CostModel:
         return module_times(
             self.spec.modules[module], layout, self.cluster, fed=self.fed[module], recomputed=recomputed, once=once,
             precision=self.precision, overlap=self.overlap, measured=self.measured.get(module),
-            accumulated=self.accumulated, members=self.cluster.members(layout),
+            accumulated=self.accumulated, members=self.cluster.members(layout), expert_load=self.expert_load,
         )  # fmt: skip
 
 
@@ -191,6 +195,7 @@ def module_times(
     measured: ModuleSeconds | None = None,
     accumulated: int = 1,
     members: Members = (None, None),
+    expert_load: float = 1.0,
 ) -> list[StageTimes]:
     """Predict the seconds of every stage of a module.
 
@@ -202,24 +207,27 @@ def module_times(
         measured: measured seconds of its blocks, with gradients that reach its rows if ``fed``; None: use FLOPs.
         accumulated: global batches per optimizer step, which share its time.
         members: fewest members of groups on a node, see :func:`synchronization`.
+        expert_load: see :class:`CostModel`.
     """
     assert layout.split is not None
     if measured is None:
-        blocks = block_lines(shape, layout, cluster, fed, recomputed, precision, overlap)
+        blocks = block_lines(shape, layout, cluster, fed, recomputed, precision, overlap, expert_load)
     else:
-        blocks = _measured_blocks(measured, shape, layout, cluster, recomputed, precision, overlap)
+        blocks = _measured_blocks(measured, shape, layout, cluster, recomputed, precision, overlap, expert_load)
     ends = ragged.offsets(np.asarray(layout.split if shape.has_blocks else (1,))).tolist()
     stages = []
     for a, b in pairwise(ends):
-        owned, trains = (float(n) / layout.tp for n in shape.held(a, b))
+        held, experts = shape.held(a, b), shape.divided_experts(a, b, layout.ep)
+        owned, trains = (float(n - own) / layout.tp for n, own in zip(held, experts, strict=True))
         gather, scatter, replicas = synchronization(
             owned, trains, b - a, cluster, precision, tp=layout.tp, shards=layout.shards, replicas=layout.dp_replicate,
             members=members,
-        )  # fmt: skip
+        ).plus(expert_synchronization(experts, b - a, layout, cluster, precision))  # fmt: skip
         after = 0.0
         if layout.shards == 1 and not once:  # these gradients are summed once, after the last backward
             after, replicas = replicas, 0.0
-        adam = ADAM_BYTES / 4 * precision.master * trains / layout.shards / cluster.device.memory_bandwidth
+        updated = trains / layout.shards + experts[1] / layout.ep / layout.expert_shards
+        adam = ADAM_BYTES / 4 * precision.master * updated / cluster.device.memory_bandwidth
         f, i, w, *whole_backward = (reduce(Line.plus, lines[a:b], NOTHING) for lines in blocks)
         collectives = gather, scatter + replicas, once, after + adam / accumulated
         overlaps = not cluster.shares_cores
@@ -240,6 +248,9 @@ class Synchronization(NamedTuple):
     """Reduce-scatter of gradients over shards."""
     replicas: float
     """All-reduce of sharded gradients over replicas."""
+
+    def plus(self, other: Synchronization) -> Synchronization:
+        return Synchronization(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def synchronization(
@@ -273,6 +284,22 @@ def synchronization(
     return Synchronization(gather, trains * (scatter + sharded * own.scatter.seconds(blocks, size)), trains * copies)
 
 
+def expert_synchronization(
+    experts: tuple[Numbers, Numbers], blocks: Numbers, layout: Any, cluster: Cluster, precision: Precision
+) -> Synchronization:
+    """Return :func:`synchronization` of experts that ``ep`` divides, whose shards and replicas are ``ep`` apart.
+
+    Args:
+        experts: parameters of all experts on a stage, and those that train.
+        layout: layout with numbers, or with arrays of them.
+    """
+    if not np.any(experts):
+        return Synchronization(0.0, 0.0, 0.0)
+    held, trained = (own / layout.ep for own in experts)
+    shards, replicas = layout.expert_shards, layout.dp_replicate
+    return synchronization(held, trained, blocks, cluster, precision, tp=layout.ep, shards=shards, replicas=replicas)
+
+
 def block_lines(
     shape: ModuleSpec,
     layout: ModuleLayout,
@@ -281,6 +308,7 @@ def block_lines(
     recomputed: float,
     precision: Precision,
     overlap: Overlap = SEPARATE,
+    expert_load: float = 1.0,
 ) -> tuple[list[Line], ...]:
     """Return forward, input gradient and weight gradient of every block.
 
@@ -293,18 +321,22 @@ def block_lines(
     matmul, attention = peak * device.matmul_share(shape.width, tp), peak * device.attention
     moved = np.broadcast_to(shape.moved, shape.blocks) * precision.compute / device.memory_bandwidth / ranks
     collectives, keys = rank_collectives(shape, layout, cluster, precision)
-    columns = shape.per_row, shape.per_pair, moved, shape.trained_share, shape.trained > 0
+    per_row = shape.per_row
+    if shape.experts is not None and layout.ep > 1:
+        per_row = per_row + (expert_load - 1) * shape.experts.per_row
+    columns = per_row, shape.per_pair, moved, shape.trained_share, shape.trained > 0
+    travels = exchanges(shape, layout, cluster, precision, expert_load)
     lines = list[tuple[Line, Line, Line]]()
-    known = dict[tuple[float | bool, ...], tuple[Line, Line, Line]]()
-    for block in zip(*(n.tolist() for n in columns), strict=True):
-        linear, quadratic, rest, share, trains = block
+    known = dict[tuple[Any, ...], tuple[Line, Line, Line]]()
+    for block in zip(*(n.tolist() for n in columns), travels, strict=True):
+        linear, quadratic, rest, share, trains, travel = block
         if (*block, fed) not in known:  # most blocks are alike
             products = Line(device.launch, linear / matmul, 0.0)
             pairs, between = Line(0.0, 0.0, quadratic / attention), Line(0.0, rest, 0.0)
             waited = exposed(collectives.per_row, products.per_row, tp) if overlap.tp else collectives.per_row
             moving = products.plus(collectives._replace(per_row=waited))
-            inside = pairs.plus(pairs, ATTENTION_BACKWARD - 1).plus(between, MOVED_BACKWARD).plus(keys)
-            step = moving.plus(pairs).plus(between).plus(keys)
+            inside = pairs.plus(pairs, ATTENTION_BACKWARD - 1).plus(between, MOVED_BACKWARD).plus(keys).plus(travel)
+            step = moving.plus(pairs).plus(between).plus(keys).plus(travel)
             repeated = recomputed if fed or trains else 0.0
             again = moving.plus(inside).plus(step, repeated) if fed else NOTHING
             own = Line(products.fixed, products.per_row * share, 0.0) if trains else NOTHING
@@ -323,6 +355,7 @@ def _measured_blocks(
     recomputed: float,
     precision: Precision,
     overlap: Overlap,
+    expert_load: float,
 ) -> tuple[list[Line], ...]:
     """Return :func:`block_lines` from measurements, and the whole backward of every block.
 
@@ -333,17 +366,33 @@ def _measured_blocks(
     known = max((n for n in measured if n <= tp), default=min(measured))
     collectives, keys = rank_collectives(shape, layout, cluster, precision)
     lines: list[tuple[Line, ...]] = []
-    for block in measured[known]:
+    for block, travel in zip(measured[known], exchanges(shape, layout, cluster, precision, expert_load), strict=True):
         forward, whole, into, own = (line.shared(layout.neighbours / known) for line in block)
         waited = exposed(collectives.per_row, forward.per_row, tp) if overlap.tp else collectives.per_row
-        moving = collectives._replace(per_row=waited).plus(keys)
+        moving = collectives._replace(per_row=waited).plus(keys).plus(travel)
         step = forward.plus(moving)
         if into != NOTHING:
             into, whole = (line.plus(moving).plus(step, recomputed) for line in (into, whole))
         elif own != NOTHING:
-            own, whole = (line.plus(keys).plus(step, recomputed) for line in (own, whole))
+            own, whole = (line.plus(keys).plus(travel).plus(step, recomputed) for line in (own, whole))
         lines.append((step, into, own, whole))
     return tuple(map(list, zip(*lines, strict=True)))
+
+
+def exchanges(
+    shape: ModuleSpec, layout: ModuleLayout, cluster: Cluster, precision: Precision, expert_load: float
+) -> list[Line]:
+    """Return the seconds of each block's exchange of rows with the ranks of their experts, in its forward or in its
+    backward; lines count the rows of an instance, of which each of its ranks sends an equal part.
+    """
+    if shape.experts is None or layout.ep == 1:
+        return [NOTHING] * shape.blocks
+
+    def took(size: float) -> float:
+        return EXCHANGES * cluster.exchange(expert_load * precision.compute * size / layout.neighbours, layout.ep)
+
+    waits = took(0.0)
+    return [Line(waits, took(size) - waits, 0.0) if size else NOTHING for size in shape.experts.sent.tolist()]
 
 
 class RankCollectives(NamedTuple):

@@ -25,6 +25,7 @@ from hetero_strategy.simulator.cost_model import (
     Precision,
     RankCollectives,
     block_lines,
+    exchanges,
     rank_collectives,
 )
 
@@ -43,6 +44,8 @@ class Measured:
     stages: StageSeconds
     microbatches: int = 1
     """Microbatches of the run's last step."""
+    expert_load: float = 1.0
+    """Rows of the rank whose experts are chosen most, over the mean."""
 
     def write(self, file: Path) -> None:
         """Write the measurement as JSON."""
@@ -50,6 +53,7 @@ class Measured:
             "layouts": {name: _plain(layout) for name, layout in self.layouts.items()},
             "recomputed": dict(self.recomputed),
             "microbatches": self.microbatches,
+            "expert_load": self.expert_load,
             "stages": {str(stage): dict(of) for stage, of in self.stages.items()},
         }
         file.write_text(json.dumps(data, indent=1))
@@ -64,7 +68,7 @@ class Measured:
                 for name, _, number, of in ((*s.rpartition("."), of) for s, of in data["stages"].items())
             }
             layouts = {name: ModuleLayout.from_config(name, of) for name, of in data["layouts"].items()}
-            return cls(layouts, data["recomputed"], stages, int(data["microbatches"]))
+            return cls(layouts, data["recomputed"], stages, int(data["microbatches"]), float(data["expert_load"]))
         except FileNotFoundError:
             raise ConfigError(
                 f"{file} is missing: a run writes it at the end of training (TimelineMonitor), once it has made steps"
@@ -91,10 +95,13 @@ class Measured:
                 stages = [self.stages[StageId(name, i)] for i in range(layout.pipeline.stages)]
                 took = _of_blocks(stages, layout.split if module.has_blocks else (1,), formula)
                 collectives = rank_collectives(module, layout, cluster, precision)
+                travels = exchanges(module, layout, cluster, precision, self.expert_load)
                 seconds[name] = {
                     layout.tp: [
-                        _block(block, (i, o), again, collectives, layout.cp)
-                        for block, i, o in zip(zip(*took, strict=True), into, own, strict=True)
+                        _block(
+                            block, (i, o), again, collectives._replace(keys=collectives.keys.plus(travel)), layout.cp
+                        )
+                        for block, i, o, travel in zip(zip(*took, strict=True), into, own, travels, strict=True)
                     ]
                 }
         return seconds

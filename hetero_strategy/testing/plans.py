@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from hetero_strategy.layout.row_sharding import RowSharding
-from hetero_strategy.model.spec import ModelSpec, ModuleSpec
+from hetero_strategy.model.spec import Experts, ModelSpec, ModuleSpec
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata
 from hetero_strategy.simulator.cluster import Cluster, Device, Links
 
@@ -24,9 +24,19 @@ def module(
     trains: bool = True,
     tp: tuple[int, ...] = (1, 2, 4),
     edge_width: int | None = None,
+    experts: int = 0,
 ) -> ModuleSpec:
-    """Return a transformer of equal blocks."""
-    parameters = np.full(blocks, 12 * width * width, np.int64)
+    """Return a transformer of equal blocks, with experts in place of dense layers, of which a row visits two."""
+    routed = np.full(blocks, 4 * width * width * experts, np.int64)
+    parameters = np.full(blocks, (4 if experts else 12) * width * width, np.int64) + routed
+    stored = _divided(parameters, trains)
+    shares = Experts(
+        stored=_divided(routed, trains)[:, 0],
+        largest=routed // 2 * trains,
+        per_row=np.full(blocks, 16.0 * width * width),
+        sent=np.full(blocks, 2.0 * width),
+        sizes=((experts, width),),
+    )
     return ModuleSpec(
         per_row=np.full(blocks, 24.0 * width * width),
         per_pair=np.full(blocks, 4.0 * width),
@@ -39,10 +49,11 @@ def module(
         tp=tp,
         row_shardings={n: RowSharding(n if samplewise else 1) for n in tp},
         samplewise=samplewise,
-        stored=_divided(parameters, trains),
-        largest=parameters // 3 * trains,
+        stored=stored,
+        largest=(parameters - routed) // 3 * trains,
         buffers=0,
         moved=np.zeros(blocks),
+        experts=shares if experts else None,
     )
 
 
@@ -59,10 +70,13 @@ def model(
     *,
     frozen: bool = False,
     tp: tuple[int, ...] = (1, 2, 4),
+    experts: int = 0,
 ) -> ModelSpec:
-    """Return an encoder before a language model; pairs are the blocks and width of a module."""
+    """Return an encoder before a language model, maybe with experts; pairs are the blocks and width of a module."""
     vision = module(*encoder, trains=not frozen, tp=tp, edge_width=llm[1])
-    return ModelSpec({"vision": vision, "llm": module(*llm, samplewise=True, tp=tp)}, (("vision", "llm"),))
+    return ModelSpec(
+        {"vision": vision, "llm": module(*llm, samplewise=True, tp=tp, experts=experts)}, (("vision", "llm"),)
+    )
 
 
 def cluster(

@@ -16,6 +16,7 @@ from hetero_strategy.model.read_spec import trained_share
 from hetero_strategy.model.spec import ModuleSpec
 from hetero_strategy.simulator.cluster import Cluster, Device, Links, OwnWork, Sharding
 from hetero_strategy.simulator.cost_model import Line, Overlap, Precision, StageTimes, exposed, module_times
+from hetero_strategy.testing import plans
 
 DEVICE = Device("toy", flops=1000.0, memory=1e9, memory_bandwidth=100.0, matmul=0.5, attention=0.25, launch=0.125)
 CLUSTER = Cluster(DEVICE, 2, 2, Links(0.5, 64.0), Links(1.0, 32.0))
@@ -37,7 +38,7 @@ def shape(trained: tuple[bool, ...] = (True, True), **changes: Any) -> ModuleSpe
 def times(
     shape: ModuleSpec, ranks: int = 1, split: tuple[int, ...] = (2,), fed: bool = True, **options: Any
 ) -> list[StageTimes]:
-    degrees = {name: options.pop(name) for name in ("tp", "pp", "cp", "dp_replicate") if name in options}
+    degrees = {name: options.pop(name) for name in ("tp", "pp", "cp", "ep", "dp_replicate") if name in options}
     layout = ModuleLayout(ranks, split=split, **degrees).resolved()
     return module_times(shape, layout, CLUSTER, fed=fed, **options)
 
@@ -106,6 +107,25 @@ def test_a_recomputed_forward_is_added_where_there_is_a_backward() -> None:
     (last,) = times(shape((False, True)), fed=False, recomputed=1.0)
     block = Line(LAUNCH, MATMUL + MOVED, ATTENTION)
     assert last.weight == pytest.approx(Line(LAUNCH, MATMUL + 1.5 * MOVED, 2.5 * ATTENTION).plus(block))
+
+
+def test_rows_travel_to_the_ranks_of_their_experts_and_back() -> None:
+    """Two exchanges of two choices a row in forward and in backward; half of the rows leave their node."""
+    blocks = plans.module(2, 64, samplewise=True, experts=8)
+    (whole,), (divided,), (uneven,), (again,) = (
+        times(blocks, 4, ep=ep, expert_load=load, recomputed=recomputed)
+        for ep, load, recomputed in ((1, 1.0, 0.0), (4, 1.0, 0.0), (4, 2.0, 0.0), (4, 1.0, 1.0))
+    )
+    size = 2 * 64 * 2
+    travel = Line(2 * 2 * 1.0, 2 * 2 * size / 4 * (1 / 64 + 2 / 32), 0.0)
+    assert divided.forward == pytest.approx(whole.forward.plus(travel))
+    assert divided.input == pytest.approx(whole.input.plus(travel))
+    assert divided.weight == whole.weight
+    assert again.input == pytest.approx(divided.input.plus(divided.forward))
+    products = 2 * 16.0 * 64 * 64 / 500
+    assert uneven.forward.per_row == pytest.approx(divided.forward.per_row + travel.per_row + products)
+    assert divided.gather < whole.gather and divided.reduce < whole.reduce
+    assert divided.after == whole.after
 
 
 def test_tensor_parallel_ranks_share_work_and_exchange_rows() -> None:

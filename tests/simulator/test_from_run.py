@@ -29,6 +29,7 @@ from hetero_strategy.testing.plans import batch, cluster, model
 CLUSTER, PRECISION = cluster(8), Precision(4, 4)
 PIPED = {"vision": ModuleLayout((0, 1), pp=2, split=(1, 3)), "llm": ModuleLayout((2, 3), pp=2, split=(5, 3))}
 CONTEXT = {"vision": ModuleLayout((0,), split=(4,)), "llm": ModuleLayout(4, tp=2, cp=2, split=(8,))}
+EXPERTS = {"vision": ModuleLayout((0,), split=(4,)), "llm": ModuleLayout(4, tp=2, ep=4, split=(8,))}
 ALONE = {"vision": ModuleLayout((0,), split=(4,)), "llm": ModuleLayout((0, 1), tp=2, split=(8,))}
 
 
@@ -52,15 +53,16 @@ def measured(
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(
-    ("ran", "halves", "again"), [(PIPED, False, 0.0), (PIPED, True, 0.5), (ALONE, False, 1.0), (CONTEXT, True, 1.0)]
+    ("ran", "halves", "again"),
+    [(PIPED, False, 0.0), (PIPED, True, 0.5), (ALONE, False, 1.0), (CONTEXT, True, 1.0), (EXPERTS, False, 1.0)],
 )
 def test_other_layouts_take_what_the_formula_says(
     ran: dict[str, ModuleLayout], halves: bool, again: float, frozen: bool
 ) -> None:
-    shape = model((4, 256), (8, 512), frozen=frozen)
+    shape = model((4, 256), (8, 512), frozen=frozen, experts=8)
     shape = replace(shape, modules={n: replace(m, keys=2 * m.width) for n, m in shape.modules.items()})
     found = measured(shape, ran, halves, again).modules(shape, CLUSTER, PRECISION)
-    for layouts in (PIPED, ALONE, CONTEXT):
+    for layouts in (PIPED, ALONE, CONTEXT, EXPERTS):
         for name in shape.modules:
             known, formula = (times(shape, layouts, name, measured=m) for m in (found[name], None))
             for one, other in zip(known, formula, strict=True):
