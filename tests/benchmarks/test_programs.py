@@ -13,6 +13,7 @@ from hetero_strategy.testing import Pool
 SMALL = {
     "context": ["--masks", "1", "--rounds", "1", "--dim", "128", "--tokens", "256"],
     "masks": ["--masks", "22", "--rows", "256", "--long", "2048", "--rounds", "1", "--no-flex"],
+    "experts": ["--dim", "32", "--tokens", "16", "--rounds", "1", "--large"],
     "published": ["--tables", "cornstarch"],
     "launch_order": ["--ranks", "8", "--layouts", "disjoint", "--rounds", "1", "--workers", "1"],
     "predicted_memory": ["--only", "text, 1 rank"],
