@@ -59,6 +59,11 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     if report.get("steps"):
         lines.append(("training", _training_line(report)))
         lines.append(("of that", _spent_line(report["seconds"], report["train_seconds"])))
+    for module, loads in (report.get("expert_load") or {}).items():
+        most = max(loads)
+        lines.append(
+            (f"experts of {module}", f"busiest {most:.2f} times the mean of rows, in layer {loads.index(most)}")
+        )
     if timeline := report.get("timeline"):
         lines.append(("step", _timeline_line(timeline)))
     if whole := report.get("read_whole"):

@@ -225,7 +225,8 @@ BALANCE = (
 )  # fmt: skip
 """Fields that a report takes over from :class:`BalanceMonitor`."""
 TRAINED = (
-    "steps_here", "train_seconds", "tokens_per_second", "data_wait_seconds", "seconds", "timeline", "memory", "balance",
+    "steps_here", "train_seconds", "tokens_per_second", "data_wait_seconds", "expert_load", "seconds", "timeline",
+    "memory", "balance",
 )  # fmt: skip
 """Fields of a report that say something of training: a run that trains nothing keeps those of the earlier report."""
 
@@ -263,7 +264,7 @@ def write_report(
     path = folder / "report.json"
     if not here and path.exists():
         before = json.loads(path.read_text())
-        report |= {name: before[name] for name in TRAINED if before["steps"] == steps}
+        report |= {name: before.get(name) for name in TRAINED if before["steps"] == steps}
     save(report, path, readback)
     return report
 
@@ -295,6 +296,7 @@ def throughput(totals: Totals) -> dict[str, Any]:
         "train_seconds": round(spent.training, 2),
         "tokens_per_second": round(totals.tokens / spent.training, 1) if spent.training else None,
         "data_wait_seconds": round(spent.data, 2),
+        "expert_load": {name: [round(load, 2) for load in loads] for name, loads in totals.expert_load.items()},
         "seconds": {"rank": totals.rank} | {part: round(value, 2) for part, value in asdict(spent).items()},
     }
 

@@ -11,13 +11,15 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from hetero_strategy.errors import ConfigError, check_types
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from hetero_strategy.loading.batch import Batch
 
 GIB = 2**30
+UNEVEN = 3.0
+"""Rows of a layer's busiest expert over the mean from which a warning names the layer."""
 
 
 @dataclass
@@ -48,6 +52,12 @@ class _Window:
     """Module -> lengths of the sequences inside it, on all its instances."""
     squares: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Module whose rows do not see all earlier ones -> squares of its masks, on all its instances."""
+    experts: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Module with routers -> rows that chose each expert, ``[layers, experts]``."""
+
+    def count_experts(self, rows: Mapping[str, torch.Tensor]) -> None:
+        """Add one step's counts, without a wait for the device."""
+        self.experts |= {name: self.experts[name] + own if name in self.experts else own for name, own in rows.items()}
 
     def add(self, batch: Batch) -> None:
         """Count one step."""
@@ -74,6 +84,8 @@ class Totals(NamedTuple):
     """Times of the rank that waited longest for data."""
     rank: int
     """Number of that rank."""
+    expert_load: Mapping[str, Sequence[float]] = MappingProxyType({})
+    """Module with experts -> rows of each layer's busiest expert over the mean, in the last window."""
 
 
 Flops = Annotated[float, ("FLOP/s of one device, such as 989e12,", lambda flops: flops > 0)]
@@ -97,6 +109,7 @@ class ThroughputMonitor(L.Callback):
     ``hfu/total``, ``hfu/<module>``          MFU plus recomputed FLOPs; MFU and HFU need a known peak
     ``memory/max_allocated_gib``             peak of the fullest rank (``memory/max_rss_gib`` on CPU)
     ``memory/max_offloaded_gib``             most activations in host memory on any rank, with ``offload``
+    ``experts/<module>/<layer>``             rows of the layer's busiest expert over the mean of its experts
     ======================================== ====================================================================
 
     Modules that share ranks share their peak: their MFUs add up to the ranks' MFU. Each time is the
@@ -129,6 +142,7 @@ class ThroughputMonitor(L.Callback):
     def _reset(self) -> None:
         self._window, self._watch = _Window(), Watch(self._clock)
         self._steps = self._tokens = 0
+        self._loads: dict[str, list[float]] = {}
         self._spent = Spent()
         self._step = 0
 
@@ -155,6 +169,7 @@ class ThroughputMonitor(L.Callback):
                 "train with hetero_strategy's data module or remove the callback"
             )
         self._window.add(batch)
+        self._window.count_experts(getattr(getattr(trainer.strategy, "executor", None), "expert_rows", {}))
         self._step = trainer.fit_loop.epoch_loop._batches_that_stepped  # the step that self.log writes
         full = self._window.steps == self.every_n_steps
         if full:
@@ -183,7 +198,7 @@ class ThroughputMonitor(L.Callback):
         if self._window.steps:
             self._log(trainer, pl_module)
         self._spent += self._watch.read()
-        self.last = Totals(self._steps, self._tokens, *self._spent.of_slowest(trainer))
+        self.last = Totals(self._steps, self._tokens, *self._spent.of_slowest(trainer), self._loads)
 
     # ---- numbers ---------------------------------------------------------------------------------------------------
 
@@ -229,6 +244,14 @@ class ThroughputMonitor(L.Callback):
             memory_name: memory,
             **({} if away is None else {"memory/max_offloaded_gib": most_away}),
         }
+        self._loads = {name: expert_loads(rows) for name, rows in window.experts.items()}
+        for name, loads in self._loads.items():
+            metrics |= {f"experts/{name}/{layer}": load for layer, load in enumerate(loads)}
+            if max(loads) >= UNEVEN:
+                rank_zero_warn(
+                    f"experts of {name!r}: the busiest one of layer {int(np.argmax(loads))} had {max(loads):.1f} times"
+                    " the mean of rows; a larger balance_loss or router_bias_step spreads them"
+                )
         if self._peak is not None:
             for kind, part in (("mfu", "model"), ("hfu", "hardware")):
                 flops = {name: getattr(w, part) for name, w in works.items()}
@@ -275,6 +298,16 @@ def work(parts: Iterable[Part], upstream: bool) -> ModuleFlops:
         hardware += part.forward * (1 + backward + part.recomputed * (backward > 0))
         upstream = upstream or part.trainable
     return ModuleFlops(model, hardware)
+
+
+def expert_loads(rows: torch.Tensor) -> list[float]:
+    """Return the rows of each layer's busiest expert over the mean, from rows ``[layers, experts]``.
+
+    >>> expert_loads(torch.tensor([[3, 1], [2, 2], [0, 0]]))
+    [1.5, 1.0, 1.0]
+    """
+    loads: list[float] = (rows.amax(1) / rows.double().mean(1)).nan_to_num(1.0).tolist()
+    return loads
 
 
 def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:

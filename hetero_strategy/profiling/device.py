@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hetero_strategy.simulator.cluster import NO_SHARDING, Cluster, CollectiveKind, Device, Links, OwnWork, Sharding
-from hetero_strategy.simulator.cost_model import ADAM_BYTES, relative_fit
+from hetero_strategy.simulator.cost_model import ADAM_BYTES
+from hetero_strategy.simulator.fit_lines import relative_fit
 from hetero_strategy.simulator.hardware import DEVICES
 
 T = TypeVar("T")

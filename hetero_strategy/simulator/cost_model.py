@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, Num
-from scipy.optimize import nnls
 
 from hetero_strategy import ragged
 from hetero_strategy.layout.spec import ModuleLayout
@@ -391,8 +390,7 @@ def exchanges(
     def took(size: float) -> float:
         return EXCHANGES * cluster.exchange(expert_load * precision.compute * size / layout.neighbours, layout.ep)
 
-    waits = took(0.0)
-    return [Line(waits, took(size) - waits, 0.0) if size else NOTHING for size in shape.experts.sent.tolist()]
+    return [Line(took(0.0), took(size) - took(0.0), 0.0) if size else NOTHING for size in shape.experts.sent.tolist()]
 
 
 class RankCollectives(NamedTuple):
@@ -430,22 +428,3 @@ def exposed(collectives: float, products: float, ranks: int) -> float:
     The first piece overlaps nothing; of the remaining pieces the longer of both counts.
     """
     return max(0.0, collectives - products) + min(collectives, products) / ranks
-
-
-def relative_fit(
-    given: Float64[np.ndarray, "points figures"], seconds: Float64[np.ndarray, "points"]
-) -> tuple[list[float], Float64[np.ndarray, "points"]]:
-    """Fit non-negative seconds of each given figure by least squared relative errors; return also these errors."""
-    scale = np.where(given.any(axis=0), given.max(axis=0), 1.0)
-    coefficients = nnls(given / scale / seconds[:, None], np.ones(len(seconds)))[0] / scale
-    return coefficients.tolist(), np.abs(given @ coefficients / seconds - 1)
-
-
-def fit(
-    given: Float64[np.ndarray, "points 3"], seconds: Float64[np.ndarray, "points"]
-) -> tuple[Line, Float64[np.ndarray, "points"]]:
-    """Fit the line with the least squared relative errors and no negative coefficient; return it and its errors."""
-    if not seconds.any():
-        return NOTHING, np.zeros(len(seconds))
-    coefficients, errors = relative_fit(given, np.maximum(seconds, 1e-9))
-    return Line(*coefficients), errors

@@ -16,7 +16,7 @@ from torch import nn
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.model.read_spec import spec_of_module
 from hetero_strategy.model.spec import ModelSpec, fed_by_trainable
-from hetero_strategy.monitor import MemoryMonitor, ThroughputMonitor
+from hetero_strategy.monitor import MemoryMonitor, ThroughputMonitor, throughput
 from hetero_strategy.monitor.measure import Spent
 from hetero_strategy.monitor.throughput import ModuleFlops, Part, _memory, device_peak_flops, utilization, work
 from hetero_strategy.parallelize.transforms import read_transforms
@@ -113,6 +113,27 @@ def test_nobody_elses_time_is_a_wait_for_data(tmp_path: Path) -> None:
     assert rows[1][1]["throughput/step_seconds"] == STEP + WAIT + 4 + 3
     assert monitor.last is not None and (monitor.last.steps, monitor.last.tokens) == (4, 240)
     assert monitor.last.spent == Spent(4 * STEP, 3 * WAIT, 4 * 4, 4 * 3, 2 * (VALIDATION + WAIT))
+
+
+class Routes(L.Callback):
+    """A stand-in for the executor of a mixture with two layers of three experts."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        rows = torch.tensor([[8, 1, 0], [3, 3, 3]])
+        trainer.strategy.executor = SimpleNamespace(expert_rows={"llm": rows})  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("bound", [3.0, 2.5])
+def test_the_load_of_experts_is_logged_by_layer(
+    tmp_path: Path, bound: float, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(throughput, "UNEVEN", bound)
+    monitor = ThroughputMonitor(2)
+    rows, _ = fit(tmp_path, steps=2, monitor=monitor, callbacks=[Routes()])
+    assert [rows[0][1][f"experts/llm/{layer}"] for layer in (0, 1)] == pytest.approx([8 / 3, 1])
+    assert monitor.last is not None and monitor.last.expert_load == {"llm": pytest.approx([8 / 3, 1])}
+    warned = [str(each.message) for each in recwarn if "busiest one of layer 0 had 2.7 times" in str(each.message)]
+    assert bool(warned) == (bound < 8 / 3)
 
 
 LLM, VISION = 60 * 100.0, 16 * 1010.0
