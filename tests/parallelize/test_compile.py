@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.utils import counters
+import torch.distributed as dist
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
 from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.layout.registry import fake_world
+from hetero_strategy.layout.row_sharding import two_chunks
 from hetero_strategy.layout.spec import Placement, place
+from hetero_strategy.mask import BidirectionalItems, Spans
 from hetero_strategy.model import MultimodalModel, Packing, attention
 from hetero_strategy.model.adapter import Adapter
+from hetero_strategy.model.causal_lm import CausalLMKind
+from hetero_strategy.model.context import in_context
+from hetero_strategy.model.inputs import SequenceInputs
 from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.compile import apply_compile
 from hetero_strategy.parallelize.transforms import read_transforms
@@ -105,6 +114,39 @@ def test_evaluation_is_compiled_apart() -> None:
         for lengths in RAGGED:
             torch.testing.assert_close(module(tokens(lengths)).loss_sum, plain(tokens(lengths)).loss_sum)
     assert trained < counters["stats"]["unique_graphs"] <= trained + 2
+
+
+def with_items(inputs: SequenceInputs, rng: np.random.Generator) -> None:
+    """Let some of the sequences begin with an item, whose rows see each other."""
+    lengths = inputs.packing.lengths
+    of = np.flatnonzero(rng.random(len(lengths)) * (lengths > 0) > 0.3)
+    spans = Spans(of, 0 * of, rng.integers(1, lengths[of] + 1), np.full(len(of), "vision"), 0 * lengths)
+    kind = CausalLMKind()
+    kind.rules = {None: BidirectionalItems()}
+    inputs.packing.masks = kind.masks(lengths, spans)
+
+
+@pytest.mark.full_cases("cp by heads")
+@pytest.mark.parametrize("what", ["causal", "items", "cp by heads"])
+def test_a_block_is_compiled_three_times_at_most(what: str) -> None:
+    """In 20 microbatches of other lengths, some of them without items."""
+    rng, module = np.random.default_rng(0), made("eager", None, titan_llama(**TITAN | {"n_layers": 1}))
+    clear_compilation_metrics()
+    over_ranks = what == "cp by heads"
+    with fake_world(0, 2) if over_ranks else nullcontext():
+        for number in range(20):
+            lengths = rng.integers(1, 60, 1 if over_ranks else rng.integers(1, 9)) if number > 2 else [4 << 2 * number]
+            # A fake world refuses ranks that send nothing, so no label travels.
+            more, share = ([4 - sum(lengths) % 4], 0.0) if over_ranks else ([], 0.5)
+            inputs = tokens([*lengths, *more], label_share=share)
+            if what == "items":
+                with_items(inputs, rng)
+            if over_ranks:
+                inputs = in_context(inputs, 0, two_chunks(len(inputs.ids), 2), by_heads=True)
+                module.context_group = dist.group.WORLD.group_name
+            module(inputs).loss_sum.backward()
+    compiled = Counter((one.co_filename, one.co_firstlineno, one.co_name) for one in get_compilation_metrics())
+    assert compiled and max(compiled.values()) <= 3, compiled
 
 
 class Flash(torch.nn.Module):
