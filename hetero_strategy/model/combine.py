@@ -169,7 +169,7 @@ class StepSums:
             drawn=others or None,
             metrics=metrics,
             expert_rows=self.expert_rows,
-            balance_losses={name: self.routed[name][1].float() for name in self._coefficients},
+            balance_losses={name: self.routed[name][1] for name in self._coefficients},
         )
 
     def _mean(self, metric: str, metrics: Mapping[str, Mapping[str, Tensor]]) -> Tensor:

@@ -278,6 +278,6 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             path, _, name = bias.rpartition(".")
             buffer, rows = module.get_submodule(path).get_buffer(name), routing.chosen[number]
             if not buffer.is_meta:  # else it is another rank's
-                # mean - rows, in whole numbers
-                buffer += routing.bias_step * (rows.sum() - rows * routing.experts).sign().view_as(buffer)
+                sign = (rows.sum() - rows * routing.experts).sign()  # of mean - rows, in whole numbers
+                buffer.add_(sign.to(buffer.dtype).view_as(buffer), alpha=routing.bias_step)
             rows.zero_()

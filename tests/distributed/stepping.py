@@ -56,6 +56,7 @@ from hetero_strategy.zoo import (
     titan_llama,
     whisper_encoder,
 )
+from hetero_strategy.zoo.hf_causal_lm import hf_causal_lm
 from recipes.digits import write_digits, write_digits_draw
 from tests.distributed.damage import damaged, late
 from tests.small_models import DRAWING, READING, drawer, kinds_of, reader
@@ -211,6 +212,15 @@ LANGUAGE_MODELS: dict[str, Callable[..., Any]] = {
     "mixture": partial(Mixture, 2),
     "all to one expert": partial(Mixture, 1),
     "balanced": partial(Mixture, 2, balance_loss=0.5),
+    "biased": partial(
+        hf_causal_lm,
+        model_type="minimax_m2",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        check=False,
+        balance_loss=0.5,
+        router_bias_step=0.01,
+    ),
 }
 
 

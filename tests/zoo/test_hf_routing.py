@@ -22,7 +22,10 @@ from tests.zoo.test_hf_experts import theirs, worst
 
 LENGTHS = (5, 3, 4)
 BIASED = ("deepseek_v3", "glm4_moe", "dots1", "ernie4_5_moe", "laguna", "minimax_m2", "mimo_v2_flash")
-OTHERS = ("qwen2_moe", "gpt_oss", "deepseek_v2", "qwen3_next", "minimax", "mixtral")
+OTHERS = (
+    *("qwen2_moe", "phimoe", "gpt_oss", "deepseek_v2", "olmoe", "granitemoe", "qwen3_next", "granitemoehybrid"),
+    *("minimax", "mixtral"),
+)
 
 
 def made(model_type: str, **options: Any) -> HFCausalLM:
@@ -54,7 +57,7 @@ def test_loss_and_gradients_are_those_of_transformers(model_type: str) -> None:
     ids, mask = torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.int64)
     for row, part in enumerate(inputs.ids[: sum(LENGTHS)].split(LENGTHS)):
         ids[row, : len(part)], mask[row, : len(part)] = part, 1
-    found = reference(input_ids=ids, attention_mask=mask, output_router_logits=True)
+    found = reference(input_ids=ids, attention_mask=mask, output_router_logits=True, use_cache=False)
     routing = ours.routing
     assert routing is not None
     aux = load_balancing_loss(found.router_logits, routing.experts, TINY[model_type].get("moe_k", 2), mask)
@@ -64,7 +67,7 @@ def test_loss_and_gradients_are_those_of_transformers(model_type: str) -> None:
         {n: p.grad for n, p in each.named_parameters() if p.grad is not None} for each in (ours.model, reference)
     ]
     wanted = (token_loss + 0.3 * aux).detach()
-    assert float(out.balance_losses["llm"]) == pytest.approx(float(aux.detach()), rel=1e-6)  # logged in fp32
+    assert float(out.balance_losses["llm"]) == pytest.approx(float(aux.detach()), rel=1e-7)
     assert float(out.loss.detach()) == pytest.approx(float(wanted), rel=1e-7)
     assert worst(*gradients) < 1e-5  # routers, and layers with a state, compute in fp32
     assert out.expert_rows["llm"].sum(1).tolist() == [2 * sum(LENGTHS)] * len(routing.routers)
