@@ -15,7 +15,7 @@ from hetero_strategy.plan.masks import Masks
 
 EVEN = 0.01
 """Share of a rank's time by which ranks may differ before more of them share a sequence."""
-TRIES = ((1, 1.0), (2, 0.05), (4, 0.05))
+TRIES = ((1, 1e9), (2, 0.05), (4, 0.05))
 """Times the fewest ranks that hold a sequence over which it is cut, and share of a rank's pairs by which it exceeds the
 mean, in turn until ranks are even."""
 KEYS_SEEN = 0.75
