@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
 import numpy as np
+import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import WandbLogger
 from typing_extensions import override
@@ -18,6 +19,7 @@ from typing_extensions import override
 from hetero_strategy.errors import require
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.monitor.measure import check_strategy, gather_on_first
+from hetero_strategy.monitor.throughput import expert_loads
 from hetero_strategy.monitor.timeline import Timeline, from_measured, from_simulation, write_trace
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import Action, StageId
@@ -124,8 +126,24 @@ def _pair(executor: Executor, steps: Sequence[Ran]) -> MeasuredAndSimulated:
             {name: executor.compiler.costs[StageId(name, 0)].recomputed for name in layouts},
             stages_of(fitted.lines),
             steps[-1].plan.microbatches,
+            rank_load(executor.expert_rows, layouts),
         ),
     )
+
+
+def rank_load(rows: Mapping[str, torch.Tensor], layouts: Mapping[str, ModuleLayout]) -> float:
+    """Return the rows of the rank whose experts are chosen most, over the mean of ranks: the mean of layers.
+
+    It is that of the module with the largest one, and 1 if no module's experts are divided.
+
+    Args:
+        rows: rows that chose each expert, as in :attr:`Executor.expert_rows`.
+
+    >>> rank_load({"llm": torch.tensor([[5, 1, 1, 1], [2, 2, 3, 1]])}, {"llm": ModuleLayout([0, 1], ep=2)})
+    1.25
+    """
+    of_ranks = [chosen.unflatten(1, (layouts[name].ep, -1)).sum(2) for name, chosen in rows.items()]
+    return max((float(np.mean(expert_loads(each))) for each in of_ranks), default=1.0)
 
 
 def meet_in_layers(layout: ModuleLayout, *, gathered_once: bool) -> bool:

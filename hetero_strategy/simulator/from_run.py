@@ -45,7 +45,7 @@ class Measured:
     microbatches: int = 1
     """Microbatches of the run's last step."""
     expert_load: float = 1.0
-    """Rows of the rank whose experts are chosen most, over the mean."""
+    """Rows of the rank whose experts are chosen most, over the mean: of the last step, the mean of layers."""
 
     def write(self, file: Path) -> None:
         """Write the measurement as JSON."""
@@ -68,7 +68,8 @@ class Measured:
                 for name, _, number, of in ((*s.rpartition("."), of) for s, of in data["stages"].items())
             }
             layouts = {name: ModuleLayout.from_config(name, of) for name, of in data["layouts"].items()}
-            return cls(layouts, data["recomputed"], stages, int(data["microbatches"]), float(data["expert_load"]))
+            load = float(data.get("expert_load", 1.0))  # files of earlier versions have none
+            return cls(layouts, data["recomputed"], stages, int(data["microbatches"]), load)
         except FileNotFoundError:
             raise ConfigError(
                 f"{file} is missing: a run writes it at the end of training (TimelineMonitor), once it has made steps"

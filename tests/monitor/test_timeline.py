@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
@@ -19,7 +20,7 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.monitor import TimelineMonitor
 from hetero_strategy.monitor.draw import WAITS, draw_timelines, timeline_figure
 from hetero_strategy.monitor.timeline import Timeline, evenly, from_measured, from_simulation, write_trace
-from hetero_strategy.monitor.timeline_monitor import meet_in_layers
+from hetero_strategy.monitor.timeline_monitor import meet_in_layers, rank_load
 from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.simulator.cluster import Links
 from hetero_strategy.simulator.result import Filling, Simulation
@@ -49,6 +50,14 @@ def test_instances_meet_in_layers_for_weights_or_for_rows_of_experts(
     layout = ModuleLayout(4, **degrees).resolved()
     assert meet_in_layers(layout, gathered_once=False) == each_microbatch
     assert meet_in_layers(layout, gathered_once=True) == once
+
+
+def test_the_load_of_ranks_is_that_of_the_module_with_the_most_uneven_experts() -> None:
+    rows = {"llm": torch.tensor([[5, 1, 1, 1], [2, 2, 3, 1]]), "draft": torch.tensor([[3, 1, 0, 0]])}
+    layouts = {"llm": ModuleLayout(2, ep=2), "draft": ModuleLayout(2)}
+    assert rank_load(rows, layouts) == 1.25  # 1.5 in the first layer, 1 in the second
+    assert rank_load(rows, {**layouts, "draft": ModuleLayout(4, ep=4)}) == 3
+    assert rank_load({"llm": torch.zeros(1, 4, dtype=torch.int64)}, layouts) == rank_load({}, layouts) == 1
 
 
 def drawn(picture: Figure, *, idle: bool) -> list[PolyCollection]:

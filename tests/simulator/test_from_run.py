@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,15 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     given = measured(model((4, 256), (8, 512)), PIPED, recomputed=0.5)
     given.write(tmp_path / "measured.json")
     assert Measured.read(tmp_path / "measured.json") == given
+
+
+def test_a_file_of_an_earlier_version_has_evenly_chosen_experts(tmp_path: Path) -> None:
+    given = measured(model((4, 256), (8, 512)), PIPED)
+    replace(given, expert_load=1.5).write(file := tmp_path / "measured.json")
+    content = json.loads(file.read_text())
+    assert content.pop("expert_load") == 1.5
+    file.write_text(json.dumps(content))
+    assert Measured.read(file) == given
 
 
 def test_what_cannot_be_used_says_why(tmp_path: Path) -> None:
