@@ -65,7 +65,7 @@ VISION = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 2
 
 
 class Travel(TorchDispatchMode):
-    """Counts the bytes that a rank sends to other ranks by all-to-all, and how often."""
+    """Counts the bytes that a rank sends to other ranks by all-to-all, among neighbours, and how often."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Travel(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops._c10d_functional.all_to_all_single.default and args[0].is_floating_point():
             row = args[0].nbytes // max(1, len(args[0]))
-            self.bytes += row * (sum(args[2]) - args[2][self.rank])
+            self.bytes += row * (sum(args[2]) - args[2][self.rank % len(args[2])])
             self.exchanges += 1
         return function(*args, **(kwargs or {}))
 

@@ -20,11 +20,12 @@ def steps_counted(rank: int, world: int, settings: list[Setting]) -> list[dict[s
 
 
 def _step_counted(rank: int, world: int, setting: Setting) -> dict[str, int]:
-    elsewhere, here = list[Tensor](), setting.experts // world
+    elsewhere, ep = list[Tensor](), setting.layouts["llm"].ep
+    here = setting.experts // ep
 
     def noted(rows: Tensor, chosen: Tensor, *rest: Any) -> Tensor:
         if not chosen.is_meta:
-            elsewhere.append(chosen // here != rank)
+            elsewhere.append(chosen // here != rank % ep)
         return routed(rows, chosen, *rest)
 
     with patch.object(hf_experts, "routed", noted):
@@ -35,13 +36,14 @@ def _step_counted(rank: int, world: int, setting: Setting) -> dict[str, int]:
 @pytest.mark.distributed
 def test_a_step_sends_rows_whose_expert_is_elsewhere_and_waits_once_for_a_layer(pool: Pool) -> None:
     """Such a row goes there and back in every forward, and so does its gradient. A recomputed layer waits not again."""
-    settings = [setting_of(*way, 32, 16) for way in ((1, False), (4, False), (4, True))]
+    settings = [setting_of(*way, 32, 16) for way in ((1, False), (2, False), (4, False), (4, True))]
     ranks = pool.run(4, steps_counted, settings, timeout=120)
-    alone, plain, again = (
-        {key: sum(run[n][key] for run in ranks) for key in ("bytes", "waits", "elsewhere")} for n in range(3)
+    alone, pairs, plain, again = (
+        {key: sum(run[n][key] for run in ranks) for key in ("bytes", "waits", "elsewhere")} for n in range(4)
     )
     assert alone["bytes"] == 0 and again["elsewhere"] == 2 * plain["elsewhere"] > 0
     row = settings[0].llm[0] * 4
+    assert pairs["bytes"] == 4 * pairs["elsewhere"] * row > 0
     assert plain["bytes"] == 4 * plain["elsewhere"] * row and again["bytes"] == 6 * plain["elsewhere"] * row
     calls = len(ranks) * settings[0].llm[1] * settings[0].microbatches
     assert plain["waits"] - alone["waits"] == again["waits"] - alone["waits"] == calls
