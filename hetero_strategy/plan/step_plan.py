@@ -212,16 +212,22 @@ class StepPlan:
 
     @cached_property
     def digest(self) -> int:
-        """Hash the units of every instance, every size, order and cost, 64 bits; equal plans have equal digests."""
-        digest = hashlib.blake2b(self.samples.tobytes(), digest_size=8)
+        """Hash the units of every instance, every size, order, mask and cost, 64 bits; equal plans have equal digests.
+
+        Masks follow from the places of items, and from prompts; their pairs tell rules apart.
+        """
+        metadata, digest = self.metadata, hashlib.blake2b(self.samples.tobytes(), digest_size=8)
         for module in sorted(self.assignments):
             for a in self.assignments[module]:
                 dealt = () if a.order is None else (a.order.start, a.order.place)
-                for part in (a.units, a.offsets, a.edge_rows, a.inner_rows, a.padding, *dealt):
+                seen = () if a.squares is None else (a.squares,)
+                for part in (a.units, a.offsets, a.edge_rows, a.inner_rows, a.padding, *dealt, *seen):
                     digest.update(part.tobytes())
         for module in sorted(self.loads):
             digest.update(self.loads[module].after.tobytes())
-        digest.update(self.metadata.labels.tobytes())
+        starts = [metadata.items[module].start for module in sorted(metadata.items)]
+        for part in (metadata.labels, *starts, *(() if metadata.prompts is None else (metadata.prompts,))):
+            digest.update(part.tobytes())
         return int.from_bytes(digest.digest())
 
     def active(self, module: str) -> list[int]:

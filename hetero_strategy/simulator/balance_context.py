@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 import numpy as np
 
 from hetero_strategy.layout.spec import ModuleLayout, Placement
-from hetero_strategy.model.spec import ModuleSpec
+from hetero_strategy.mask import Causal
+from hetero_strategy.model.spec import ModelSpec
 from hetero_strategy.plan.balance import Cost
 from hetero_strategy.plan.config import ModelContext
 from hetero_strategy.plan.deal_rows import Dealing, RowCost
@@ -33,15 +34,17 @@ def aligned_rows(language_models: Iterable[str], layouts: Mapping[str, ModuleLay
     return {n: cp * (tp * ROW_ALIGNMENT if tp > 1 else 2) for n, (cp, tp) in ranks.items() if cp * tp > 1}
 
 
-def row_dealing(modules: Mapping[str, ModuleSpec], layouts: Mapping[str, ModuleLayout]) -> dict[str, Dealing]:
+def row_dealing(spec: ModelSpec, layouts: Mapping[str, ModuleLayout]) -> dict[str, Dealing]:
     """Return module with context parallelism by keys -> how its rows are dealt, by FLOPs and the travel of keys."""
     dealing = {}
     for name, layout in layouts.items():
-        if layout.cp > 1 and layout.cp_form != "heads" and modules[name].samplewise:
-            shape = modules[name]
+        shape = spec.modules[name]
+        if layout.cp > 1 and layout.cp_form != "heads" and shape.samplewise:
             row, pair = float(shape.per_row.sum()), 2 * float(shape.per_pair.sum())  # half of a square is seen
             key = FLOPS_PER_BYTE * 2.0 * shape.keys * shape.blocks
-            dealing[name] = Dealing(layout.cp, layout.cp_order, RowCost(row, pair, key))
+            rules = tuple((rule, int(count.sum())) for rule, count in shape.rules) or ((Causal(), 1),)
+            cost = RowCost(row, pair, key)
+            dealing[name] = Dealing(layout.cp, layout.cp_order, cost, rules, spec.item_sources(name))
     return dealing
 
 

@@ -81,7 +81,7 @@ class Blueprint:
             self.graph, self.costs, self.spec.samplewise, self.scheduling, self.placement, ranks_per_node
         )
         rules = {name: rules for name in self.spec.modules if (rules := attention_rules(self.spec, name)) is not None}
-        return replace(context, dealing=row_dealing(self.spec.modules, self.layouts), rules=rules)
+        return replace(context, dealing=row_dealing(self.spec, self.layouts), rules=rules)
 
     def plan_step(
         self,

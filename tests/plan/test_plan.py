@@ -88,20 +88,25 @@ def test_alignment_rows_are_the_fewest_that_leave_no_instance_without_rows() -> 
 
 def test_plans_that_differ_in_anything_have_other_digests() -> None:
     tokens = array([3, 4, 5])
-    metadata = StepMetadata(0, 0, np.arange(3), tokens, tokens - 1, {})
+    items = StepItems(array([1]), array([2]), array([1]), array([2]))
+    metadata = StepMetadata(0, 0, np.arange(3), tokens, tokens - 1, {"vision": items}, prompts=array([1, 2, 3]))
     plan = plan_step(metadata, {"llm": 2}, ("llm",), microbatches=1, row_multiple={"llm": 2})
     plan = replace(plan, loads={"llm": ModuleLoad(np.ones((1, 2)), np.ones((1, 2)))})
     (assignment,) = plan.assignments["llm"]
     load = plan.loads["llm"]
     others = [
         replace(plan, metadata=replace(metadata, **{name: getattr(metadata, name) + 1}))
-        for name in ("samples", "labels")
+        for name in ("samples", "labels", "prompts")
     ]
+    moved = replace(metadata, items={"vision": replace(items, start=items.start + 1)})
+    others.append(replace(plan, metadata=moved))
+    squares = assignment.inner_rows.astype(np.float64)
+    others.append(replace(plan, assignments={"llm": (replace(assignment, squares=squares),)}))
     for name in ("units", "edge_rows", "inner_rows", "offsets", "padding"):
         changed = replace(assignment, **{name: getattr(assignment, name) + 1})
         others.append(replace(plan, assignments={"llm": (changed,)}))
     others.append(replace(plan, loads={"llm": replace(load, after=load.after + 1)}))
-    assert replace(plan).digest == plan.digest and len({plan.digest, *(other.digest for other in others)}) == 9
+    assert replace(plan).digest == plan.digest and len({plan.digest, *(other.digest for other in others)}) == 12
 
 
 @pytest.mark.full

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from hetero_strategy.errors import LayoutError
 from hetero_strategy.layout import ModuleLayout, place
+from hetero_strategy.mask import Causal, ItemsAlone
 from hetero_strategy.model.read_spec import spec_of_module
 from hetero_strategy.parallelize.storage import Storage
+from hetero_strategy.plan.masks import sample_spans
+from hetero_strategy.plan.plan_step import ResolvedBalance, plan_step
+from hetero_strategy.plan.step_plan import StepItems, StepMetadata
 from hetero_strategy.schedule.action import StageId
 from hetero_strategy.strategy.blueprint import Options, blueprint
 from hetero_strategy.testing import Setting
@@ -69,3 +74,24 @@ def test_a_degree_that_no_spec_lists_is_refused() -> None:
     layouts = place({"vision": ModuleLayout(1), "llm": ModuleLayout(128, tp=128)}, 128)
     with pytest.raises(LayoutError, match="layout of 'llm': tp=128; choose one of 1, 2, 4"):
         blueprint(model(), layouts, Options())
+
+
+def test_rows_are_dealt_by_the_mask_of_the_module() -> None:
+    """Control: rows that are dealt as causal leave a rank with many more pairs than the mean."""
+    tokens, cp = np.array([4096]), 4
+    items = StepItems(np.zeros(2, np.int64), np.array([1500, 800]), np.array([100, 2500]), np.array([1500, 800]))
+    metadata = StepMetadata(0, 0, np.arange(1), tokens, tokens - 1, {"vision": items})
+    mask = ItemsAlone().slices(tokens, sample_spans(metadata, ("vision",), np.arange(1)))
+    uneven = []
+    layouts = place({"vision": ModuleLayout((0,)), "llm": ModuleLayout((0, 1, 2, 3), cp=cp)}, cp)
+    for rule in (ItemsAlone(), Causal()):
+        llm = replace(model().modules["llm"], rules=((rule, np.ones(8, np.int64)),))
+        spec = replace(model(), modules=model().modules | {"llm": llm})
+        dealing = blueprint(spec, layouts, Options()).context(cp).dealing
+        plan = plan_step(
+            metadata, {"vision": 1, "llm": 1}, ("llm",), balancing=ResolvedBalance(dealing=dealing), microbatches=1
+        )
+        rows = plan.assignments["llm"][0].dealt(0, cp)
+        seen = np.diff(mask.intervals()[:, 0], axis=0)[0][rows].sum(axis=1)
+        uneven.append(float(seen.max() / seen.mean()))
+    assert uneven[0] < 1.05 and uneven[1] > 1.2
