@@ -153,7 +153,6 @@ def test_dealt_rows_are_even_where_those_of_peers_are_not() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.distributed
 @pytest.mark.parametrize(("workload", "most"), [("llava", 0.7), ("video_long_tail", 1.0)])
 def test_cp_by_length_costs_short_sequences_nothing(workload: str, most: float) -> None:
     """Control: cp 8 that cuts every sequence takes longer on slow links, far longer if sequences are short."""
@@ -162,6 +161,8 @@ def test_cp_by_length_costs_short_sequences_nothing(workload: str, most: float) 
     assert slow["keys"] < 0.35 and slow["padding"] < 0.001
 
 
+@pytest.mark.full
+@pytest.mark.distributed
 def test_context_parallel_ranks_take_less_memory_than_one(pool: Pool) -> None:
     settings = (context.setting_of(name, dim=128, tokens=512) for name in ("cp 2", "one rank", "dp_shard 2"))
     cp, one, sharded = (max(pool.run(setting.world, context.allocated, setting)) for setting in settings)
