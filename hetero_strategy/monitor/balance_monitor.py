@@ -243,25 +243,28 @@ def fitted_costs(executor: Executor, group: dist.ProcessGroup | None) -> dict[st
     Returns:
         Module -> its cost, on rank 0; None on other ranks. Modules that never ran are left out.
     """
-    seen: list[tuple[StageId, np.ndarray, float]] = []
+    seen: list[tuple[StageId, np.ndarray, np.ndarray, float]] = []
     steps = list(executor.recorder.steps)
     for step in steps[1:] or steps:  # the first step warms up
         for action, start, end in step.events():
             if action.kind == "F":
                 assignment = step.plan.assignments[action.node.module][action.microbatch]
-                rows = assignment.inner_rows_of(executor.local[action.node].seat.instance)
-                seen.append((action.node.all_instances, rows, end - start))
+                instance = executor.local[action.node].seat.instance
+                rows, squares = assignment.inner_rows_of(instance), assignment.squares_of(instance)
+                seen.append((action.node.all_instances, rows, squares, end - start))
     ranks = gather_on_first(seen, group)
     if ranks is None:
         return None
     lengths: dict[StageId, list[np.ndarray]] = defaultdict(list)
+    squares_of: dict[StageId, list[np.ndarray]] = defaultdict(list)
     seconds: dict[StageId, list[float]] = defaultdict(list)
-    for node, rows, took in chain.from_iterable(ranks):
+    for node, rows, squares, took in chain.from_iterable(ranks):
         lengths[node].append(rows)
+        squares_of[node].append(squares)
         seconds[node].append(took)
     costs: dict[str, list[Cost]] = defaultdict(list)
     for node in sorted(lengths):
-        costs[node.module].append(fit_cost(lengths[node], seconds[node]))
+        costs[node.module].append(fit_cost(lengths[node], seconds[node], squares_of[node]))
     return {
         module: Cost(*(sum(getattr(cost, part) for cost in stages) for part in ("linear", "quadratic", "fixed")))
         for module, stages in costs.items()

@@ -109,13 +109,16 @@ def additive_bound(falling: Num[np.ndarray, "items"], bins: int) -> float:
 
 
 def fit_cost(
-    batches: Sequence[Num[np.ndarray, "_items"]], seconds: Sequence[float] | Float64[np.ndarray, "batches"]
+    batches: Sequence[Num[np.ndarray, "_items"]],
+    seconds: Sequence[float] | Float64[np.ndarray, "batches"],
+    squares: Sequence[Float64[np.ndarray, "_items"]] | None = None,
 ) -> Cost:
     """Fit a cost to measured times by non-negative least squares of the relative errors.
 
     Args:
         batches: rows of each item, one array per measured batch; empty batches are left out.
         seconds: time of each batch.
+        squares: squares of the items' masks in each batch, see :meth:`Cost.alone`; None: those of their rows.
 
     Raises:
         ConfigError: there is not one time per batch, no batch has an item, or a time is not above 0.
@@ -131,7 +134,8 @@ def fit_cost(
             "give at least one batch with an item, and times above 0."
         )
     rows = [np.asarray(batches[i], dtype=np.float64) for i in filled]
-    terms = np.array([(len(r), r.sum(), (r * r).sum()) for r in rows])
+    own = [r * r for r in rows] if squares is None else [squares[i] for i in filled]
+    terms = np.array([(len(r), r.sum(), s.sum()) for r, s in zip(rows, own, strict=True)])
     scaled = terms / times[:, None]
     size = np.linalg.norm(scaled, axis=0)
     size[size == 0] = 1.0

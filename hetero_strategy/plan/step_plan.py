@@ -133,6 +133,14 @@ class Assignment:
         padding = self.padding[instance]
         return np.append(inner_rows, padding) if padding else inner_rows
 
+    def squares_of(self, instance: int) -> Float64[np.ndarray, "units"]:
+        """Return the squares of each unit's mask of one instance; alignment rows count as a last unit, causal."""
+        squares = self.inner_rows_of(instance).astype(np.float64) ** 2
+        if self.squares is not None:
+            of_masks = self.squares[self.offsets[instance] : self.offsets[instance + 1]]
+            squares[: len(of_masks)] = of_masks
+        return squares
+
     def dealt(self, instance: int, ranks: int) -> Int64[np.ndarray, "ranks rows"]:
         """Return the rows of one instance that each of its context-parallel ranks has."""
         total = int(self.totals(inner=True)[instance])

@@ -186,6 +186,16 @@ def test_a_known_cost_is_recovered_from_noisy_times() -> None:
         assert getattr(noisy, name) == pytest.approx(getattr(true, name), rel=0.1)
 
 
+def test_a_cost_is_fitted_to_the_squares_of_masks() -> None:
+    rng = np.random.default_rng(3)
+    true = Cost(linear=2e-5, quadratic=3e-9, fixed=1e-3)
+    rows = [rng.integers(1, 5000, 20) for _ in range(100)]
+    squares = [rng.uniform(0.1, 1.0, 20) * batch**2 for batch in rows]
+    seconds = [float(n.sum() * 2e-5 + s.sum() * 3e-9 + 20e-3) for n, s in zip(rows, squares, strict=True)]
+    assert fit_cost(rows, seconds, squares).quadratic == pytest.approx(true.quadratic, rel=1e-6)
+    assert fit_cost(rows, seconds).quadratic < 0.9 * true.quadratic  # control
+
+
 def test_fit_has_no_negative_part_and_wants_times() -> None:
     rng = np.random.default_rng(2)
     measured = [rng.integers(1, 100, 10) for _ in range(50)]
