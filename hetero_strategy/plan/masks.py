@@ -163,7 +163,9 @@ def attention_rules(spec: ModelSpec, module: str) -> AttentionRules | None:
     per_pair = shape.per_pair / np.maximum(attentions, 1)
     work = dict.fromkeys((rule for rule, _ in shape.rules), 0.0)
     for rule, count in shape.rules:
-        work[rule] += float(count @ per_pair)
+        work[rule] += sum(
+            (count * per_pair).tolist()
+        )  # in order on any CPU: a dot product is not, and plans are digested
     total = sum(work.values())
     if not total or all(rule == Causal() for rule, flops in work.items() if flops):
         return None
