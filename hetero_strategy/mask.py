@@ -334,11 +334,16 @@ def by_window(rule: MaskRule | str, windows: Iterable[int | None]) -> dict[int |
     """Return a rule, or that of a name in :data:`RULES`, for layers of each window, None for those without one.
 
     Raises:
-        ModelError: there is no such name, or the rule knows no window and a layer has one.
+        ModelError: there is no such name, the rule cannot be hashed, or it knows no window and a layer has one.
     """
     if isinstance(rule, str) and rule not in RULES:
         raise ModelError(f"attention={rule!r}; choose {', '.join(RULES)} or give a rule of hetero_strategy.mask")
     rule, rules = RULES[rule] if isinstance(rule, str) else rule, {}
+    try:
+        hash(rule)
+    except TypeError as error:
+        name = type(rule).__name__
+        raise ModelError(f"attention: {name} cannot be hashed ({error}); rules are frozen dataclasses") from error
     for window in windows:
         if window is not None and not hasattr(rule, "window"):
             raise ModelError(f"attention={rule} knows no window, and some layers have a window of {window} rows")

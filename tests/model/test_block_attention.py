@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.mask import BidirectionalItems, Causal, ItemsAlone, MaskRule, Spans, Words
+from hetero_strategy.mask import BidirectionalItems, Causal, ItemsAlone, MaskRule, Slices, Spans, Words
 from hetero_strategy.model import attention
 from hetero_strategy.model.attention import block_mask, packed_attention
 from hetero_strategy.model.block_attention import _backward, attend_in_blocks
@@ -198,6 +198,14 @@ def test_a_causal_rule_needs_no_mask() -> None:
     assert not llm.kind.inputs(units_of([[4]], np.full((1, 2), 4), ("grid_h", "grid_w"))).packing.masks
 
 
+@dataclass
+class Thawed:
+    """A rule that can change, so it has no hash."""
+
+    def slices(self, lengths: np.ndarray, spans: Spans) -> Slices:
+        return Causal().slices(lengths, spans)
+
+
 def test_a_language_model_attends_by_its_rule() -> None:
     """Its kind makes the masks of a microbatch, alignment rows included; rows of an item ignore the text before it."""
     llm = ready(hf_llama(check=False, **TINY["llama"]), dtype=torch.float32)
@@ -215,6 +223,8 @@ def test_a_language_model_attends_by_its_rule() -> None:
     llm.windows = (None, 7)
     with pytest.raises(ModelError, match=r"attention=ItemsAlone\(of=None\) knows no window, and .* window of 7"):
         llm.attend_by(ItemsAlone())
+    with pytest.raises(ModelError, match=r"attention: Thawed cannot be hashed .*; rules are frozen dataclasses"):
+        llm.attend_by(Thawed())
     llm.attend_by(BidirectionalItems(("visoin",)))
     assert llm.kind.rules[7] == BidirectionalItems(("visoin",), 7)
     with pytest.raises(ModelError, match=r"llm: its attention is of items of 'visoin', but modules with files .* none"):
