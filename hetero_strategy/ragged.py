@@ -40,9 +40,11 @@ def before_first(flags: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     >>> before_first(np.array([False, True, False, False]), np.array([2, 0, 2]))
     array([1, 0, 2])
     """
-    first = np.append(np.flatnonzero(flags), len(flags))
-    begin = starts(lengths)
-    return np.minimum(first[np.searchsorted(first, begin)] - begin, lengths)
+    begin, flagged = starts(lengths), lengths > 0
+    flagged[flagged] = flags[begin[flagged]]
+    first = np.append(np.flatnonzero(flags[1:] > flags[:-1]) + 1, len(flags))  # few, where flags are in long runs
+    before = np.minimum(first[np.searchsorted(first, begin)] - begin, lengths)
+    return np.where(flagged, 0, before)
 
 
 def merged(groups: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
