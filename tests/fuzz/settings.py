@@ -36,7 +36,7 @@ from hetero_strategy.testing import Pool, WorkerError
 from tests.distributed.exact import EXACT, differences
 from tests.distributed.rendezvous import KINDS, unforgiving
 from tests.distributed.stepping import Setting, batches_on_rank, reference
-from tests.fuzz.drawn_settings import Data, draw, smaller, write
+from tests.fuzz.drawn_settings import DEGREES, Data, draw, smaller, write
 
 BOUNDS = {"64-true": EXACT, "32-true": 1e-3, "32-mixed": 1e-3, "bf16-mixed": 0.3}
 """Of relative errors."""
@@ -194,13 +194,17 @@ def run_all(
         say: where failures are told.
     """
 
-    last = time.monotonic() + 60 * minutes
+    last, drawing = time.monotonic() + 60 * minutes, threading.Lock()
+    drawn = ((n, draw(seed, n, data)) for n in itertools.count())
+    wanted = (pair for pair in drawn if not degree or with_degree(pair[1], degree))
 
-    def one(number: int) -> Found | None:
+    def one(_: int) -> Found | None:
         if time.monotonic() > last:
             return None
+        with drawing:
+            number, setting = next(wanted)
         options: dict[str, Any] = {"number": number, "held_up": held_up}
-        found = run(pool, draw(seed, number, data), timeout=timeout, **options)
+        found = run(pool, setting, timeout=timeout, **options)
         if found.fails:
             again = run(pool, found.setting, timeout=timeout, **options)
             if again.kind != found.kind:
@@ -212,9 +216,8 @@ def run_all(
             say(f"  {found.text.strip()[-2000:]}\n  --setting '{line(found.setting)}'")
         return found
 
-    wanted = (n for n in itertools.count() if not degree or with_degree(draw(seed, n, data), degree))
     with ThreadPoolExecutor(worlds) as threads:
-        ran = tqdm(threads.map(one, itertools.islice(wanted, count)), total=count, mininterval=30)
+        ran = tqdm(threads.map(one, range(count)), total=count, mininterval=30)
         return [found for found in ran if found is not None]
 
 
@@ -226,7 +229,9 @@ def main(argv: list[str] | None = None, pool: Pool | None = None) -> dict[str, A
     parser.add_argument("--count", type=int, default=100, help="settings to draw")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further setting starts")
     parser.add_argument("--seed", type=int, default=0, help="of the settings")
-    parser.add_argument("--degree", default="", help="draw only settings with more than 1 of it, such as cp")
+    parser.add_argument(
+        "--degree", choices=DEGREES, default="", help="draw only settings with more than 1 of it, such as cp"
+    )
     parser.add_argument("--setting", metavar="JSON", help="run this one, as a failing one was printed")
     parser.add_argument("--worlds", type=int, default=2, help="settings that run at a time")
     parser.add_argument("--timeout", type=float, default=60, help="seconds after which a setting counts as hung")

@@ -107,5 +107,11 @@ def test_smaller_settings_end(data: dict[bool, Data]) -> None:
         assert setting is None
 
 
+def test_an_unknown_degree_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--degree", "foo"])
+    assert "choose from" in capsys.readouterr().err
+
+
 def test_messages_are_counted_without_numbers() -> None:
     assert masked("tp=4 of 2.5") == masked("tp=2 of 30") == "tp=# of #"
