@@ -247,6 +247,8 @@ def _context_faults(module: Adapter, layout: ModuleLayout) -> list[str]:
         ]
     if layout.cp_form == "keys" and by_heads:
         return [f"cp_form='keys', but rows of {kind} see later rows; set cp_form='heads', or leave it out"]
+    if by_heads and not heads:
+        return [f"cp_form='heads', but {kind} says no attention_heads; set it to the heads of a block"]
     if by_heads and heads % layout.neighbours:
         fits = [n for n in range(1, cp) if heads % (n * tp) == 0]
         keys = ", or cp_form='keys'" if module.kind.samplewise else ""

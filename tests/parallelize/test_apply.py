@@ -167,6 +167,10 @@ def test_context_parallelism_is_for_modules_that_are_made_for_it(monkeypatch: py
         "layout of 'llm': cp_form='heads' divides 4 heads over tp 2 x cp 4 = 8 ranks; set cp=2, or cp_form='keys'"
         in faults("titan", ranks=8, cp=4, tp=2, cp_form="heads")
     )
+    with monkeypatch.context() as unknown:
+        unknown.setattr(TitanLlama, "attention_heads", property(lambda _: 0, lambda *_: None), raising=False)
+        wanted = "cp_form='heads', but TitanLlama says no attention_heads; set it to the heads of a block"
+        assert wanted in faults("titan", ranks=2, cp=2, cp_form="heads")
     for kind, heads in (("siglip2", VIT["num_attention_heads"]), ("whisper", WHISPER["encoder_attention_heads"])):
         check_all({"llm": MAKE[kind]()}, {"llm": ModuleLayout(ranks=2, cp=2).resolved()})
         text = faults(kind, ranks=3 * heads, cp=3 * heads)
