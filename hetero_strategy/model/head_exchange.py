@@ -73,17 +73,20 @@ class HeadExchange(ContextRanks):
         if times > 1:
             key, value = (rows.repeat_interleave(times, dim=1) for rows in (key, value))
         shapes = [(rows.shape[1] // self.ranks, rows.shape[3]) for rows in (query, key, value)]
-        by_rank = [rows[0].transpose(0, 1).unflatten(1, (self.ranks, -1)).flatten(2) for rows in (query, key, value)]
-        arrived = self._exchanged(torch.cat(by_rank, dim=2).transpose(0, 1)).flatten(0, 1)[: self.whole.rows]
+        by_rank = [rows[0].unflatten(0, (self.ranks, -1)).transpose(1, 2) for rows in (query, key, value)]
+        sent = torch.cat([rows.flatten(2) for rows in by_rank], dim=2)
+        arrived = self._exchanged(sent).flatten(0, 1)[: self.whole.rows]
         parts = arrived.split([count * width for count, width in shapes], dim=1)
-        first, second, third = (
+        query, key, value = (
             part.unflatten(1, of).transpose(0, 1)[None] for part, of in zip(parts, shapes, strict=True)
         )
-        return first, second, third
+        return query, key, value
 
     def to_rows(self, out: Tensor, rows: int) -> Tensor:
         """Exchange all rows of own heads for this rank's ``rows`` of all heads; a collective."""
-        by_row = F.pad(out[0].transpose(0, 1).flatten(1), (0, 0, 0, self.ranks * rows - self.whole.rows))
+        by_row = out[0].transpose(0, 1).flatten(1)
+        if padding := self.ranks * rows - self.whole.rows:
+            by_row = F.pad(by_row, (0, 0, 0, padding))
         arrived = self._exchanged(by_row.unflatten(0, (self.ranks, rows))).transpose(0, 1)
         return arrived.unflatten(2, out.shape[1::2]).flatten(1, 2).transpose(0, 1)[None]
 
