@@ -45,6 +45,8 @@ class RandomNumbers:
         self._blocks, self._hooks = dict(blocks), list[RemovableHandle]()
         self._microbatch: int | None = None
         self._shard = 0
+        self.part_of_rows = 0
+        """Number of the part of the rows on which this rank's blocks run; all other code has all rows."""
         self._device: torch.device | None = None
         self._generators: list[torch.Generator] = []
         self._aside: list[torch.Tensor] = []
@@ -57,7 +59,7 @@ class RandomNumbers:
             hook.remove()
         self._hooks.clear()
         for fqn, block in () if idle else self._blocks.items():
-            self._hooks.append(block.register_forward_pre_hook(partial(_seed, self, number_of(fqn))))
+            self._hooks.append(block.register_forward_pre_hook(partial(_seed_block, self, number_of(fqn))))
             self._hooks.append(block.register_forward_hook(partial(_seed, self, number_of(f"after {fqn}"))))
 
     def start(
@@ -247,6 +249,10 @@ def _hashed(data: bytes) -> int:
 
 def _seed(numbers: RandomNumbers, position: int, *_: Any) -> None:
     numbers.seed(position)
+
+
+def _seed_block(numbers: RandomNumbers, position: int, *_: Any) -> None:
+    numbers.seed(position ^ number_of(f"part {numbers.part_of_rows}") if numbers.part_of_rows else position)
 
 
 def separate_columns(module: nn.Module, plan: Plan, numbers: RandomNumbers) -> None:

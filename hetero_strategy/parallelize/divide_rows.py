@@ -35,12 +35,14 @@ def divide_rows(stage: Adapter, rank: int, ranks: int) -> None:
         rank: context-parallel coordinate of this rank.
         ranks: number of context-parallel ranks.
     """
+    if stage.random_numbers is not None:
+        stage.random_numbers.part_of_rows = rank
     blocks = list(stage.blocks().values())
     for block in blocks:
         enter = partial(_enter, stage, rank, ranks, is_first=block is blocks[0])
         block.register_forward_pre_hook(enter, with_kwargs=True)
     blocks[-1].register_forward_hook(_leave, with_kwargs=True)
-    stage.register_forward_hook(lambda *made: _Counted.apply(made[-1], 1 / ranks))
+    stage.register_forward_hook(lambda *call: _Counted.apply(call[-1], 1 / ranks))
 
 
 class _Part(NamedTuple):
@@ -58,10 +60,10 @@ class _Part(NamedTuple):
         return -(-self.total // self.ranks)
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return this rank's part ``[..., rows, width]`` of rows ``[..., total, width]``."""
+        """Return this rank's part ``[..., rows, width]`` of rows ``[..., total, width]``: a view unless padded."""
         start = min(self.rank * self.rows, self.total)
         own = rows.narrow(-2, start, min(self.rows, self.total - start))
-        return F.pad(own, (0, 0, 0, self.rows - own.shape[-2]))
+        return F.pad(own, (0, 0, 0, lacking)) if (lacking := self.rows - own.shape[-2]) else own
 
     def whole(self, own: Tensor) -> Tensor:
         """Gather the parts of all ranks; a collective."""
@@ -83,11 +85,12 @@ def _enter(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Cut the rows of a stage's first block, and in all blocks the tables with an entry for each row."""
     leaves, form = tree_flatten((args, kwargs))
-    packing = next((found for leaf in leaves if (found := _packing(leaf)) is not None), None)
-    first = next(number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-    if packing is None or (is_first and leaves[first].shape[-2] != packing.rows):
+    packing = next((packing for leaf in leaves if (packing := _packing(leaf)) is not None), None)
+    first = next((number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), None)
+    shape = () if first is None else leaves[first].shape
+    if packing is None or len(shape) < 2 or (is_first and shape[-2] != packing.rows):
         raise ModelError(
-            f"module '{stage.name}': cp={ranks}, but {type(block).__name__} takes rows {list(leaves[first].shape)} with"
+            f"module '{stage.name}': cp={ranks}, but {type(block).__name__} takes rows {list(shape)} with"
             f" {'no packing' if packing is None else f'a packing of {packing.rows} rows'}; set cp=1, or let its rows"
             " meet in packed_attention alone"
         )
@@ -104,21 +107,22 @@ def _enter(
     return changed
 
 
-def _leave(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> Any:
+def _leave(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Gather the rows behind a stage's last block."""
-    packing = next(found for leaf in tree_flatten((args, kwargs))[0] if (found := _packing(leaf)) is not None)
+    leaves = tree_flatten((args, kwargs))[0]
+    packing = next(packing for leaf in leaves if (packing := _packing(leaf)) is not None)
     context = packing.context
     assert isinstance(context, HeadExchange)
     part = _Part(context.rank, context.ranks, packing.rows, context.group)
-    if isinstance(made, Tensor):
-        return _Whole.apply(made, part)
-    return (_Whole.apply(made[0], part), *made[1:])
+    if isinstance(output, Tensor):
+        return _Whole.apply(output, part)
+    return (_Whole.apply(output[0], part), *output[1:])
 
 
 def _packing(leaf: Any) -> Packing | None:
     """Return the packing of an argument, which may be a mask that has one."""
-    found = getattr(leaf, "packing", leaf)
-    return found if isinstance(found, Packing) else None
+    packing = getattr(leaf, "packing", leaf)
+    return packing if isinstance(packing, Packing) else None
 
 
 class _Own(torch.autograd.Function):

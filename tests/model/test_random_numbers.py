@@ -35,10 +35,13 @@ class Noisy(nn.Module):
         return torch.rand(self.count)
 
 
-def drawn(blocks: tuple[str, ...] = ("0", "1"), seed: int = 1, name: str = "vision", **other: Any) -> list[list[float]]:
+def drawn(
+    blocks: tuple[str, ...] = ("0", "1"), seed: int = 1, name: str = "vision", part_of_rows: int = 0, **other: Any
+) -> list[list[float]]:
     """What a module of blocks draws in one microbatch: before, in and after each of those that are here."""
     made = {fqn: Noisy() for fqn in ("0", "1")}
     numbers = RandomNumbers(seed, name, made)
+    numbers.part_of_rows = part_of_rows
     given = {"epoch": 0, "step": 0, "call": 0, "microbatch": 0, "instance": 0, "shard": 0, "rows_of": 0} | other
     metadata = SimpleNamespace(epoch=given.pop("epoch"), step=given.pop("step"))
     torch.rand(3)  # whatever this rank drew before
@@ -75,6 +78,13 @@ def test_what_follows_a_block_draws_the_same_however_many_numbers_the_block_drew
 
 def test_tensor_parallel_ranks_share_the_numbers_of_rows_they_share() -> None:
     assert drawn(shard=1) == drawn() != drawn(shard=1, rows_of=1)
+
+
+def test_blocks_that_run_on_a_part_of_the_rows_draw_numbers_of_their_own_and_all_else_shares_them() -> None:
+    whole, part, last = (drawn(part_of_rows=number) for number in range(3))
+    assert whole[1::2] == part[1::2] == last[1::2]  # behind blocks all ranks have all rows
+    assert not {tuple(x) for x in whole[::2]} & {tuple(x) for x in part[::2]}
+    assert not {tuple(x) for x in last[::2]} & {tuple(x) for x in part[::2]}
 
 
 def test_columns_have_numbers_of_their_own_and_rows_go_on_after_them() -> None:
