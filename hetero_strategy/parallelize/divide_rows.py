@@ -87,7 +87,7 @@ def _enter(
     leaves, form = tree_flatten((args, kwargs))
     packing = next((packing for leaf in leaves if (packing := _packing(leaf)) is not None), None)
     first = next((number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), None)
-    shape = () if first is None else leaves[first].shape
+    shape: tuple[int, ...] = () if first is None else leaves[first].shape
     if packing is None or len(shape) < 2 or (is_first and shape[-2] != packing.rows):
         raise ModelError(
             f"module '{stage.name}': cp={ranks}, but {type(block).__name__} takes rows {list(shape)} with"
