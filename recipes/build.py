@@ -36,9 +36,16 @@ from recipes.drawings import Judge
 from recipes.lit import LitMultimodal, adamw_cosine
 
 FIELDS = (
-    *("imports", "folder", "seed", "resume", "encoded", "optimizer", "strategy", "checkpoint", "monitor", "report"),
-    *("model", "data", "layout", "trainer", "logger"),
+    *("imports", "folder", "folder_options", "seed", "resume", "encoded"),
+    *("optimizer", "strategy", "checkpoint", "monitor", "report", "model", "data", "layout", "trainer", "logger"),
 )
+
+
+class FolderOptions(TypedDict):
+    """Fields of ``folder_options``."""
+
+    balance_loss: float | None
+    router_bias_step: float
 
 
 class Saving(TypedDict):
@@ -100,7 +107,16 @@ def check_configuration(cfg: DictConfig, *more: str) -> None:
 
 def _read_folder(cfg: DictConfig) -> None:
     """Fill ``model.modules`` with the modules of ``folder``, but those that are null."""
+    given = cfg.get("folder_options") or OmegaConf.create({})  # a run of an earlier version has none
+    _only("folder_options", given, list(FolderOptions.__annotations__))
+    options = fields(given)
+    check_types("folder_options", FolderOptions, **options)
     if not (folder := cfg.get("folder")):
+        if asked := [name for name, value in options.items() if value]:
+            raise ConfigError(
+                f"folder_options.{asked[0]} is for folder=..., which is missing; for another model set"
+                f" its language model's field, +model.modules.llm.{asked[0]}={options[asked[0]]}"
+            )
         return
     if not Path(folder, "config.json").is_file():
         raise ConfigError(
@@ -111,10 +127,10 @@ def _read_folder(cfg: DictConfig) -> None:
             f"folder={folder}: it is the model, and model=... has one, too, with a module '{other[0]}'; leave out one,"
             " or the experiment that chooses it"
         )
-    _made[folder] = hf_folder(folder)
+    _made[folder] = hf_folder(folder, **options)
     names = list(_made[folder])
     _only("model.modules", cfg.model.modules, names)
-    modules = {n: {"_target_": OF_FOLDER, "folder": folder, "name": n} for n in names}
+    modules = {n: {"_target_": OF_FOLDER, "folder": folder, "name": n, "options": options} for n in names}
     cfg.model.modules = {n: cfg.model.modules.get(n, module) and module for n, module in modules.items()}
 
 
@@ -122,10 +138,10 @@ _made: dict[str, dict[str, Adapter]] = {}
 """Folder -> modules that were made together with another one and are not yet in use."""
 
 
-def of_folder(folder: str, name: str) -> Adapter:
+def of_folder(folder: str, name: str, options: Mapping[str, Any] | None = None) -> Adapter:
     """Build a module of a Hugging Face folder; all are made at once, and each is given away once."""
     if name not in _made.get(folder, {}):
-        _made[folder] = hf_folder(folder)
+        _made[folder] = hf_folder(folder, **(options or {}))
     return _made[folder].pop(name)
 
 

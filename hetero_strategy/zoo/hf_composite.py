@@ -85,15 +85,18 @@ def check_alone(llm: HFComposedLM, text: Any) -> None:
         llm.context_parallel = llm.context_parallel and verdict.context_parallel
 
 
-def hf_folder(checkpoint: str | Path) -> dict[str, Any]:
+def hf_folder(checkpoint: str | Path, **options: Any) -> dict[str, Any]:
     """Build the modules of any local folder of transformers: a composite's by name, or one language model, "llm".
+
+    Args:
+        **options: options of the language model, as in :func:`hf_composite`.
 
     Raises:
         ModelError: as :func:`hf_composite` and :func:`hf_causal_lm` do.
     """
     if sections(read_config(checkpoint)):
-        return dict(hf_composite(checkpoint)["modules"])
-    return {"llm": hf_causal_lm(checkpoint=checkpoint)}
+        return dict(hf_composite(checkpoint, **options)["modules"])
+    return {"llm": hf_causal_lm(checkpoint=checkpoint, **options)}
 
 
 def has_media(whole: Any, kind: str) -> bool:

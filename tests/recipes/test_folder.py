@@ -23,6 +23,7 @@ from recipes import build, cli
 from tests.data.hf_folders import made
 from tests.recipes.commands import run_on_ranks
 from tests.recipes.test_conf import compose
+from tests.zoo.families import TINY
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% for part in message['content'] %}"
@@ -122,3 +123,23 @@ def test_what_a_folder_does_not_go_with(folder: Path, tmp_path: Path) -> None:
         model: Any = build.model_maker(cfg)()
     assert list(model.modules_by_name) == ["llm"] and build.placement(cfg).layouts.keys() == {"llm"}
     assert not model.llm.model.lm_head.weight.requires_grad
+
+
+def test_options_of_its_experts_reach_the_language_model(tmp_path: Path) -> None:
+    transformers.Qwen3MoeConfig(**TINY["qwen3_moe"]).save_pretrained(tmp_path)
+    given = "experiment=folder", f"folder={tmp_path}", "data.module.train=train.json", "layout=colocated"
+    cfg = compose(*given, "folder_options.balance_loss=0.25", NO_AUDIO)
+    for _ in range(2):  # a run's own configuration is read again
+        build.check_configuration(cfg)
+    make = build.model_maker(cfg)
+    for _ in range(2):  # the second one is made anew
+        with torch.device("meta"):
+            assert make().modules_by_name["llm"].routing.balance == 0.25  # type: ignore[union-attr]
+    for options, error, message in (
+        (("folder_options.router_bias_step=0.1",), ModelError, "router_bias_step=0.1, but not all of its routers"),
+        (("folder_options.balance_loss=some",), ConfigError, "folder_options: balance_loss='some'; give"),
+        (("+folder_options.balance=1",), ConfigError, "folder_options: no field 'balance'; did you mean"),
+        (("folder_options.balance_loss=0.1", "folder=null"), ConfigError, "is for folder=..., which is missing"),
+    ):
+        with pytest.raises(error, match=message):
+            build.check_configuration(compose(*given, *options))
