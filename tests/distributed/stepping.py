@@ -225,10 +225,10 @@ LANGUAGE_MODELS: dict[str, Callable[..., Any]] = {
 
 
 def words_of_items(lengths: np.ndarray, spans: Spans) -> np.ndarray:
-    """Return Cornstarch's words: text sees the first kind of items, of two that take turns."""
+    """Return Cornstarch's words: text sees items of one of two kinds, which depend on the items' places alone."""
     words = np.full(int(lengths.sum()), 1 | 2, np.int64)
     first = ragged.starts(lengths)[spans.sequence] + spans.start
-    words[ragged.expand(first, spans.rows)] = np.repeat(2 << np.arange(len(first)) % 2, spans.rows)
+    words[ragged.expand(first, spans.rows)] = np.repeat(2 << spans.start % 2, spans.rows)
     return words
 
 
