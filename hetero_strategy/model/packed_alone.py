@@ -188,7 +188,8 @@ def _run(
     if isinstance(inputs, SequenceInputs) and total > rows:
         inputs = _filled_up(inputs, total - rows)
     if lie.context > 1:
-        inputs = in_context(inputs, part * lie.context // lie.parts, order.reshape(lie.context, -1), by_heads=by_heads)
+        rank, dealt = part * lie.context // lie.parts, order.reshape(lie.context, -1)
+        inputs = in_context(inputs, rank, dealt, pair.module.kind.rules, by_heads=by_heads)
     dtype = stage.compute_dtype or next((p.dtype for p in stage.parameters()), torch.float32)
     fed: dict[Hashable, Tensor] = {}
     hidden: Tensor | None = None

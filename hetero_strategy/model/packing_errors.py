@@ -87,7 +87,7 @@ def _in_two_parts(module: CausalLM, inputs: SequenceInputs, rows: Tensor) -> Ten
     found: list[Tensor | BaseException] = [torch.empty(0)] * 2
 
     def rank(number: int) -> None:
-        part = in_context(inputs, number, dealt)
+        part = in_context(inputs, number, dealt, module.kind.rules)
         context = part.packing.context
         part = replace(part, packing=replace(part.packing, context=together(context, meeting)))
         own = rows[dealt[number]]
