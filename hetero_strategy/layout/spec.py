@@ -79,9 +79,9 @@ class ModuleLayout:
         cp_order: rows of each context-parallel rank: ``"auto"`` (sequences whole or over the fewest ranks, so that work
             is even and few keys travel), ``"zigzag"`` (two chunks of the rows a rank), or ``"blocks"`` (many blocks).
             Not read with ``cp_form="heads"``, which gives each rank a contiguous part.
-        cp_form: exchange of context-parallel ranks in attention: ``"keys"`` (each gathers the keys of all rows) or
-            ``"heads"`` (each attends for its part of the heads, from all rows; ``tp * cp`` divides the heads). None:
-            ``"keys"`` for language models. Encoders have ``"heads"`` alone.
+        cp_form: exchange of context-parallel ranks in attention: ``"keys"`` (each rank receives the keys that
+            its rows see and lack) or ``"heads"`` (each attends for its part of the heads, from all rows; ``tp * cp``
+            divides the heads). None: ``"keys"`` for language models. Encoders have ``"heads"`` alone.
 
     One degree may be -1: it is chosen so that the product of all degrees equals the number of ranks. The default
     ``dp_shard=-1`` makes every rank that no other degree uses a shard.

@@ -221,7 +221,7 @@ class _OverRanks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         key, value, *kept = ctx.saved_tensors  # once: a checkpoint makes them again each time
         travel, groups, needed = ctx.travel, ctx.groups, ctx.needed
-        found: list[list[Tensor]] = [[] for _ in needed]
+        gradients_of: list[list[Tensor]] = [[] for _ in needed]
         own = list[Tensor]()
         arriving, returning = travel.begin(key, value, groups[0].keys), None
         for number, (heads, graph, count) in enumerate(zip(groups, ctx.graphs, ctx.counts, strict=True)):
@@ -233,19 +233,20 @@ class _OverRanks(torch.autograd.Function):
                 torch.autograd.grad([graph.output], graph.inputs, [gradients[0][:, heads.queries]], retain_graph=True)
             )
             graph.kept.tensors, graph.kept.travelled = [], None
-            for parts, of in zip(found, needed, strict=True):
+            for parts, of in zip(gradients_of, needed, strict=True):
                 parts += [next(of_group)] if of else []
             if returning is not None:
                 own.append(travel.finish_back(*returning))
             if needed[1]:
-                seen = torch.cat([found[n].pop()[0].transpose(0, 1).flatten(1) for n in (1, 2)], dim=1)
-                returning = travel.begin_back(seen, key.shape[2])
+                of_seen = torch.cat([gradients_of[n].pop()[0].transpose(0, 1).flatten(1) for n in (1, 2)], dim=1)
+                returning = travel.begin_back(of_seen, key.shape[2])
         if returning is not None:
             own.append(travel.finish_back(*returning))
         for part in own:
-            for parts, tensor in zip(found[1:3], _heads_of(part, key, value), strict=True):
+            for parts, tensor in zip(gradients_of[1:3], _heads_of(part, key, value), strict=True):
                 parts.append(tensor)
-        return None, None, None, *(_joined(parts) if of else None for parts, of in zip(found, needed, strict=True))
+        by_input = zip(gradients_of, needed, strict=True)
+        return None, None, None, *(_joined(parts) if of else None for parts, of in by_input)
 
 
 def _heads_of(rows: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:

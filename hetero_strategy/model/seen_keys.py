@@ -77,7 +77,7 @@ def seen_keys(
         segments: segments of the rank's rows, for kernels that run by segments; None: none.
         window: most keys that a row of a segment sees.
     """
-    (ranks, each), total = dealt.shape, dealt.size
+    (ranks, own_rows), total = dealt.shape, dealt.size
     rank_of = np.empty(total, np.int64)
     rank_of[dealt] = np.arange(ranks)[:, None]
     lines = rank_of * (total + 1)  # for each rank the changes in the number of intervals around a key
@@ -89,7 +89,7 @@ def seen_keys(
     wanted = np.flatnonzero(lacked[rank])
     wanted = wanted[np.argsort(rank_of[wanted], kind="stable")]
     place = np.full(total, -1)
-    place[dealt[rank]], place[wanted] = np.arange(each), each + np.arange(len(wanted))
+    place[dealt[rank]], place[wanted] = np.arange(own_rows), own_rows + np.arange(len(wanted))
     before = ragged.offsets(seen[rank])
     begins = lengths = turn = np.zeros(0, np.int64)
     if segments is not None:

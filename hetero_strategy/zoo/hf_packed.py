@@ -54,7 +54,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def context_width(self) -> int:
-        """Return the numbers per row that context parallelism gathers; values are padded to the keys' width."""
+        """Return the numbers per row that context parallelism sends; values are padded to the keys' width."""
         return 2 * self.key_heads * self.key_width
 
     def flops(self, lengths: np.ndarray) -> int:
