@@ -17,7 +17,7 @@ EVEN = 0.01
 """Share of a rank's time by which ranks may differ before more of them share a sequence."""
 TRIES = ((1, 1e9), (2, 0.05), (4, 0.05))
 """Times the fewest ranks that hold a sequence over which it is cut, and share of a rank's pairs by which it exceeds the
-mean, in turn until ranks are even."""
+mean (1e9: without limit), in turn until ranks are even."""
 KEYS_SEEN = 0.75
 """Share of the keys of an instance in blocks that a rank sees, in estimates."""
 GAIN = 0.05
@@ -160,16 +160,16 @@ class Instances:
         edges, owner = np.append(start, self.masks.total), self.of_rows(start) * self.ranks + rank
         owners = len(self.totals) * self.ranks
         pairs = np.bincount(owner, self.masks.pairs(edges), owners).reshape(-1, self.ranks)
-        each = (self.totals // self.ranks)[:, None]
-        keys = self.masks.keys(edges, owner, owners).reshape(-1, self.ranks) - each
-        return np.asarray(self.cost.of(each, pairs, keys)).max(axis=1)
+        rows = (self.totals // self.ranks)[:, None]
+        keys = self.masks.keys(edges, owner, owners).reshape(-1, self.ranks) - rows
+        return np.asarray(self.cost.of(rows, pairs, keys)).max(axis=1)
 
     def spread(self) -> tuple[Shares, np.ndarray]:
         """Cut long sequences of each instance over more ranks until these are even or take longer.
 
         Returns also about the time of each instance.
         """
-        best, fewest = self.whole_first(*TRIES[0])
+        best, fewest = self.whole_first(*TRIES[0], self.pairs, self.share, self.slack)
         again = fewest > (1 + EVEN) * self.least
         for times, uneven in TRIES[1:]:
             if not again.any():
@@ -179,59 +179,65 @@ class Instances:
             some = replace(
                 self, lengths=self.lengths[kept], instance=number[self.instance[kept]], totals=self.totals[again]
             )
-            vars(some).update(pairs=self.pairs[kept], share=self.share[again], slack=self.slack[again])
-            shares, time = some.whole_first(times, uneven)
+            work = self.pairs[kept], self.share[again], self.slack[again]
+            shares, time = some.whole_first(times, uneven, *work)
             taken = again.copy()
             taken[again] = time < fewest[again]
             fewest[taken] = time[taken[again]]
-            old = ~taken[self.instance[best.sequence]]
-            new = taken[self.instance[kept[shares.sequence]]]
             shares = Shares(kept[shares.sequence], shares.rank, shares.rows)
-            best = Shares(*(np.concatenate([a[old], b[new]]) for a, b in zip(best, shares, strict=True)))
+            stays, replaces = ~taken[self.instance[best.sequence]], taken[self.instance[shares.sequence]]
+            best = Shares(*(np.concatenate([a[stays], b[replaces]]) for a, b in zip(best, shares, strict=True)))
             again = taken & (fewest > (1 + EVEN) * self.least)
         return best, fewest
 
-    def whole_first(self, times: int, uneven: float) -> tuple[Shares, np.ndarray]:
+    def whole_first(
+        self, times: int, uneven: float, pairs: np.ndarray, share: np.ndarray, slack: np.ndarray
+    ) -> tuple[Shares, np.ndarray]:
         """Choose the ranks of each sequence, most pairs first: as many equal shares as it needs if it is long, each on
         one of the least loaded ranks.
 
         Shares for which that rank has no room fill the rows that are left, those with most pairs a row where most pairs
         are left. Returns also about the time of each instance.
+
+        Args:
+            times, uneven: as in :data:`TRIES`.
+            pairs, share, slack: as the properties, of which some instances take a part.
         """
         ranks, count = self.ranks, len(self.totals)
-        each, over = self.totals // ranks, np.minimum(2 * self.slack, uneven * self.share)
+        rows_each, over = self.totals // ranks, np.minimum(2 * slack, uneven * share)
         needed = np.maximum(
-            self.lengths / np.maximum(each, 1)[self.instance],
-            (self.pairs - over[self.instance]) / np.maximum(self.share, 1.0)[self.instance],
+            self.lengths / np.maximum(rows_each, 1)[self.instance],
+            (pairs - over[self.instance]) / np.maximum(share, 1.0)[self.instance],
         )
         parts = np.where(needed > 1, np.minimum(np.ceil(times * needed), ranks), 1).astype(np.int64)
         parts = np.where(self.lengths > 0, np.minimum(parts, self.lengths), 0)
         sequence, number = np.repeat(np.arange(len(parts)), parts), ragged.within(parts)
         rows = (number + 1) * self.lengths[sequence] // parts[sequence]
         rows -= number * self.lengths[sequence] // parts[sequence]
-        density = self.pairs / np.maximum(self.lengths, 1)
-        pairs, instance = rows * density[sequence], self.instance[sequence]
-        load, room = np.zeros((count, ranks)), np.repeat(each[:, None], ranks, axis=1)
-        rank = _rounds(instance, rows, pairs, load, room, self.share + over)
+        density, instance = pairs / np.maximum(self.lengths, 1), self.instance[sequence]
+        load, room = np.zeros((count, ranks)), np.repeat(rows_each[:, None], ranks, axis=1)
+        rank = _rounds(instance, rows, rows * density[sequence], load, room, share + over)
         loose = np.flatnonzero(rank < 0)
         loose = loose[np.lexsort((-density[sequence[loose]], instance[loose]))]
-        needy = (load - self.share[:, None]) / np.maximum(room, 1)
-        needy = np.argsort(needy, axis=1, kind="stable") + np.arange(count)[:, None] * ranks
-        needy = needy.ravel()
-        rooms, fills = ragged.offsets(room.ravel()[needy]), ragged.offsets(rows[loose])
+        excess = (load - share[:, None]) / np.maximum(room, 1)
+        emptiest = np.argsort(excess, axis=1, kind="stable") + np.arange(count)[:, None] * ranks
+        emptiest = emptiest.ravel()
+        rooms, fills = ragged.offsets(room.ravel()[emptiest]), ragged.offsets(rows[loose])
         edges = np.unique(np.concatenate([rooms, fills]))
         at = edges[:-1]
         filled = sequence[loose[np.searchsorted(fills, at, "right") - 1]] if len(at) else sequence[:0]
         fits = rank >= 0
         shares = Shares(
             np.concatenate([sequence[fits], filled]),
-            np.concatenate([rank[fits], needy[np.searchsorted(rooms, at, "right") - 1] % ranks]),
+            np.concatenate([rank[fits], emptiest[np.searchsorted(rooms, at, "right") - 1] % ranks]),
             np.concatenate([rows[fits], np.diff(edges)]),
         )
         return shares, self.expected(shares, density)
 
     def expected(self, shares: Shares, density: np.ndarray) -> np.ndarray:
-        """Return at most :meth:`time` of shares, as if ranks saw all keys of their sequences, before they are cut."""
+        """Estimate the time of each instance, as if ranks saw all keys of their sequences and pairs were spread evenly
+        over rows.
+        """
         sequence, rank, rows = shares
         length = self.lengths[sequence]
         lacked = (length - rows) * (rows < length)
@@ -283,19 +289,23 @@ class Instances:
             uneven = np.unique(sequence[np.abs(work - even) > self.slack[self.instance[sequence]]])
         if not len(uneven):
             return start, owner, size
-        of_piece, of_share = self.of_rows(start), self.instance[sequence]
-        chosen = np.unique(self.instance[uneven])
+        of_piece, of_uneven = self.of_rows(start), self.instance[uneven]
+        chosen = np.unique(of_uneven)
         kept = ~np.isin(of_piece, chosen)
         parts = [(start[kept], owner[kept])]
-        for i in chosen.tolist():
+        # Pieces, shares and uneven sequences ascend by instance, so each instance has a slice of them.
+        columns = (of_piece, self.instance[sequence], of_uneven)
+        ends = zip(*(np.searchsorted(c, [chosen, chosen + 1]).T.tolist() for c in columns), strict=True)
+        for i, slices in zip(chosen.tolist(), ends, strict=True):
             first, end = int(self.first[i]), int(self.first[i] + self.totals[i])
-            mine, own = of_share == i, (of_piece == i) & (size > 0)
+            of_pieces, of_shares, cut_ones = (slice(*bounds) for bounds in slices)
+            some_rows = size[of_pieces] > 0
             cut = with_blocks(
                 self.masks.part(first, end),
                 (self.bounds[:-1] - first, self.lengths),
-                (sequence[mine], rank[mine], rows[mine]),
-                (start[own] - first, owner[own]),
-                uneven[self.instance[uneven] == i],
+                (sequence[of_shares], rank[of_shares], rows[of_shares]),
+                (start[of_pieces][some_rows] - first, owner[of_pieces][some_rows]),
+                uneven[cut_ones],
                 self.ranks,
                 float(self.slack[i]),
             )
@@ -329,22 +339,22 @@ def _rounds(
     ranks, counts = room.shape[1], np.bincount(instance, minlength=len(room))
     begins, most = ragged.starts(counts)[:, None, None], int(counts.max(initial=0))
     rows, pairs = np.append(rows[order], 0), np.append(pairs[order], 0.0)
-    rank, none = np.full(len(rows), -1), len(order)
-    here, done, times = np.arange(len(room))[:, None], 0, max(1, most // (MANY * ranks))
+    rank, no_item = np.full(len(rows), -1), len(order)
+    line, done, times = np.arange(len(room))[:, None], 0, max(1, most // (MANY * ranks))
     while done < most:
         number = done + np.arange(times * ranks).reshape(times, ranks)
         number[1::2] = number[1::2, ::-1]
-        items = np.where(number < counts[:, None, None], begins + number, none)
+        items = np.where(number < counts[:, None, None], begins + number, no_item)
         to = np.argsort(load, axis=1, kind="stable")
-        rooms, loads = room[here, to], load[here, to]
+        rooms, loads = room[line, to], load[line, to]
         some_rows, some_pairs = rows[items], pairs[items]
         fits = np.cumsum(some_rows, axis=1) <= rooms[:, None]
         fits &= np.cumsum(some_pairs, axis=1) <= (limit[:, None] - loads)[:, None]
         rank[items] = np.where(fits, to[:, None], -1)
-        load[here, to] = loads + (some_pairs * fits).sum(axis=1)
-        room[here, to] = rooms - (some_rows * fits).sum(axis=1)
+        load[line, to] = loads + (some_pairs * fits).sum(axis=1)
+        room[line, to] = rooms - (some_rows * fits).sum(axis=1)
         done += times * ranks
         times *= 1 if done == ranks else 2  # a second round of one each
-    found = np.empty(none, np.int64)
-    found[order] = rank[:-1]
-    return found
+    of_item = np.empty(no_item, np.int64)
+    of_item[order] = rank[:-1]
+    return of_item

@@ -84,13 +84,13 @@ class Dealing:
         order = RowOrder.of(totals, pieces, start - first[instance], rank)
         groups = np.arange(parts + 1) * (len(count) // parts)
         ends = ragged.offsets(pieces)[groups]
-        rows, found = ragged.offsets(totals)[groups], list[RowOrder]()
+        rows, orders = ragged.offsets(totals)[groups], list[RowOrder]()
         for m in range(parts):
             of_group, own = slice(groups[m], groups[m + 1]), slice(ends[m], ends[m + 1])
-            found.append(
+            orders.append(
                 RowOrder(order.first[of_group] - rows[m], order.start[own] - rows[m], order.place[own] - rows[m])
             )
-        return found
+        return orders
 
 
 def deal_rows(
