@@ -57,8 +57,8 @@ def fixed(metadata: StepMetadata, cp: int, rows: int, key: float) -> float:
 
 
 def dealt(metadata: StepMetadata, rows: int, key: float) -> tuple[float, float, float]:
-    """Return the same of a step with our rows on all ranks, its share of keys that travel, and its share of rows that
-    fill instances up.
+    """Return the FLOPs' worth of a step with our rows on all ranks, its share of keys that travel, and its
+    share of rows that fill instances up.
     """
     cost, time, lacked, total = LLAMA._replace(key=key), 0.0, 0.0, 0
     for assignment in packed(metadata, RANKS, rows).assignments["llm"]:
@@ -84,7 +84,7 @@ def compared(name: str, microbatches: int, bandwidth: float) -> dict[str, float]
 @program(option("--microbatches", type=int, default=16, help="of a step of all ranks (default 16)"))
 def main(chosen: Options) -> Any:
     """Print the table; returns its figures."""
-    found = {
+    figures = {
         f"{name}, {bandwidth / 1e9:.0f} GB/s": compared(name, chosen.microbatches, bandwidth)
         for name in WORKLOADS
         for bandwidth in LINKS
@@ -92,11 +92,11 @@ def main(chosen: Options) -> Any:
     lines = [
         [name, int(of["longest"])]
         + [None if np.isnan(of[key]) else of[key] for key in (*(f"cp {cp}" for cp in FIXED), "ours", "keys", "padding")]
-        for name, of in found.items()
+        for name, of in figures.items()
     ]
     columns = ("workload, link", "longest", *(f"cp {cp}" for cp in FIXED), "ours / best", "keys sent", "filled up")
     report(f"seconds of a step with fixed cp over ours, {RANKS} ranks", columns, lines)
-    return found
+    return figures
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ PICTURES = 665.0
 """Thousands of samples of LLaVA-1.5's mix."""
 FINE = 43.0
 """Thousands of videos of FineVideo."""
-FINE_SECONDS = 3.4e3 * 3600 / 43e3
+FINE_SECONDS = 3.4e3 * 3600 / (1000 * FINE)
 """Mean duration of FineVideo: 4.7 minutes."""
 SPREAD, LONGEST = 0.7, 600.0
 """Assumption: of the logarithm of FineVideo's durations, and the longest."""
