@@ -269,7 +269,8 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Change the biases of routers whose weights an optimizer has changed: towards experts with too few rows."""
     if not _waiting:
         return
-    changed = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    changed = {id(getattr(p, "whole", p)) for p in trained}  # optimizers step on parts of sharded parameters
     for module in [*_waiting]:
         routing: Any = module.routing
         for number, (router, bias) in enumerate(zip(routing.routers, routing.biases, strict=True)):

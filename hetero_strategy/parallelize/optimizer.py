@@ -120,6 +120,7 @@ class _Shards:
         part = self._parts.get(p)
         if part is None:
             part = self._parts[p] = nn.Parameter(local(p).detach(), p.requires_grad)
+            part.whole = p  # type: ignore[attr-defined]  # for hooks of the step, which meet parts
         part.data = local(p)  # FSDP2 may have moved it
         part.grad = None if p.grad is None else local(p.grad)
         state, known = self._optimizer.state, self._values.setdefault(p, {})

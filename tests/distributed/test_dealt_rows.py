@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from hetero_strategy.errors import DataError
+from hetero_strategy.layout.row_sharding import RowOrder
 from hetero_strategy.model import key_exchange
+from hetero_strategy.plan.step_plan import edge_blocks, slots
 from hetero_strategy.testing import Pool
 from tests.distributed.exact import Given, compare, expected, on, run_together, setting_of
 from tests.distributed.stepping import SAMPLES, OnRank, Run, Setting, Stepped, steps_on_rank
@@ -100,15 +102,21 @@ def test_a_piece_that_one_rank_deals_otherwise_is_refused(pool: Pool, folders: d
 
 
 def refusal(rank: int, world: int, setting: Setting, right: bool) -> str:
-    """Why a step is refused in which rank 1 swaps the ranks of two pieces, or nothing."""
+    """Why a step is refused in which rank 1 swaps the ranks of two rows of text, or nothing."""
     made = OnRank(rank, world, setting)
     batch = made.steps(setting, 2)[0]
     if rank == 1 and not right:
-        first, *rest = batch.plan.assignments["llm"]
+        plan, (first, *rest) = batch.plan, batch.plan.assignments["llm"]
         assert first.order is not None
-        place = first.order.place.copy()
-        place[:2] = place[1::-1]
-        first = replace(first, order=replace(first.order, place=place))
+        fed = [
+            (name, source) for name in ("vision", "audio") for source, target in plan.feeds(name, "llm") if not target
+        ]
+        media = [slots(edge_blocks(plan, name, source, "llm", 0), 0) for name, source in fed]
+        text = [np.setdiff1d(rows, np.concatenate(media))[0] for rows in first.dealt(0, 2)]
+        rows = np.arange(int(first.totals(inner=True)[0]))
+        place = first.order.places(0, rows)
+        place[text] = place[text[::-1]]
+        first = replace(first, order=RowOrder(np.zeros(1, np.int64), rows, place))
         batch.plan = replace(batch.plan, assignments={**batch.plan.assignments, "llm": (first, *rest)})
     try:
         made.executor.run(batch, train=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from hetero_strategy.checkpoint import Checkpointer, load
 from hetero_strategy.loading.steps import RankView
 from hetero_strategy.model.routing import StepRouting, Tally, note_choices
+from hetero_strategy.parallelize.optimizer import choose_kernels
 from hetero_strategy.testing import Pool
 from tests.distributed.exact import on, setting_of
 from tests.distributed.stepping import OnRank, Setting, _model, fp64, steps_of
@@ -79,6 +80,7 @@ def on_rank(rank: int, world: int, settings: list[Setting], target: str, left_ou
         made, steps = OnRank(rank, world, given), Balanced([], [], None)
         executor, llm = made.executor, made.executor.modules["llm"]
         optimizer = torch.optim.SGD([p for m in executor.modules.values() for p in m.parameters()], 0.1)
+        choose_kernels([optimizer], {}, lambda decision: decision)  # as the strategy does
         batch = made.steps(given, 2)[0]
         made.warm_up(batch)
         for _ in range(STEPS):
