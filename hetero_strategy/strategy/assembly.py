@@ -37,6 +37,7 @@ from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import StageGraph, StageId
 from hetero_strategy.schedule.compile import StepCompiler
 from hetero_strategy.strategy.blueprint import Blueprint, Options
+from hetero_strategy.strategy.refusals import check_balance_loss
 
 PARTS = "state_dict() of a model on its ranks has on this one a part, or nothing, of"
 """Begin of the warning that a ``state_dict()`` does not hold all weights."""
@@ -130,6 +131,7 @@ def assemble(
     if device.type != "meta":
         check_first_values(modules, layouts, device)
     balanced = [name for name, module in modules.items() if module.routing is not None and module.routing.balance]
+    check_balance_loss(balanced, layouts, device)
     registry = GroupRegistry(placement, tied_rank_sets(modules, layouts), connected.type, timeout, balanced)
     rows = [(plan.spec.width(s.module, t.module), options.storage.compute) for s, t in graph.edges]
     channels = _channels(registry, graph, rows, rank, connected)
