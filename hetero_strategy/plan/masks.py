@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from hetero_strategy import ragged
-from hetero_strategy.mask import Causal, MaskRule, Slices, Spans
-from hetero_strategy.model.spec import ModelSpec
+from hetero_strategy.mask import MaskRule, Slices, Spans
 from hetero_strategy.plan.step_plan import StepMetadata, UnitRuns
 
 ALIGNMENT = -1
@@ -154,19 +153,3 @@ class AttentionRules:
         masks = sample_masks(self.rules, metadata, self.sources, every)
         pairs = sum(share * mask.work(edges) for share, mask in zip(self.shares, masks, strict=True))
         return 2.0 * pairs - metadata.tokens
-
-
-def attention_rules(spec: ModelSpec, module: str) -> AttentionRules | None:
-    """Return the rules of a module's attentions; None if all of them see all earlier rows, or its units are items."""
-    shape = spec.modules[module]
-    attentions = sum(count for _, count in shape.rules)
-    per_pair = shape.per_pair / np.maximum(attentions, 1)
-    work = dict.fromkeys((rule for rule, _ in shape.rules), 0.0)
-    for rule, count in shape.rules:
-        work[rule] += sum(
-            (count * per_pair).tolist()
-        )  # in order on any CPU: a dot product is not, and plans are digested
-    total = sum(work.values())
-    if not total or all(rule == Causal() for rule, flops in work.items() if flops):
-        return None
-    return AttentionRules(tuple(work), tuple(flops / total for flops in work.values()), spec.item_sources(module))

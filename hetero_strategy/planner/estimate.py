@@ -18,12 +18,12 @@ from hetero_strategy.layout.split_layers import split
 from hetero_strategy.model.spec import ModelSpec, ModuleSpec
 from hetero_strategy.parallelize.transform import Transform
 from hetero_strategy.parallelize.transforms import key_of, recomputed, way
-from hetero_strategy.plan.masks import attention_rules
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.candidate import Candidate, RunOptions
 from hetero_strategy.planner.space import Degrees, contexts
 from hetero_strategy.profiling.memory import CUDA
 from hetero_strategy.profiling.stage_memory import ADAM_STATES, ParameterBytes, parameter_bytes
+from hetero_strategy.simulator.balance_context import attention_rules
 from hetero_strategy.simulator.cluster import Numbers
 from hetero_strategy.simulator.cost_model import CostModel, expert_synchronization, synchronization
 

@@ -12,6 +12,7 @@ from hetero_strategy.model.spec import ModelSpec
 from hetero_strategy.plan.balance import Cost
 from hetero_strategy.plan.config import ModelContext
 from hetero_strategy.plan.deal_rows import Dealing, RowCost
+from hetero_strategy.plan.masks import AttentionRules
 from hetero_strategy.plan.plan_step import Near, Orderer, OtherWork
 from hetero_strategy.schedule.action import StageGraph, StageId
 from hetero_strategy.schedule.config import ScheduleConfig
@@ -46,6 +47,19 @@ def row_dealing(spec: ModelSpec, layouts: Mapping[str, ModuleLayout]) -> dict[st
             cost = RowCost(row, pair, key)
             dealing[name] = Dealing(layout.cp, layout.cp_order, cost, rules, spec.item_sources(name))
     return dealing
+
+
+def attention_rules(spec: ModelSpec, module: str) -> AttentionRules | None:
+    """Return the rules of a module's attentions; None if all of them see all earlier rows, or its units are items."""
+    shape = spec.modules[module]
+    per_pair = shape.per_pair / np.maximum(sum(count for _, count in shape.rules), 1)
+    work = dict.fromkeys((rule for rule, _ in shape.rules), 0.0)
+    for rule, count in shape.rules:  # summed in order on any CPU, which a dot product is not: plans are digested
+        work[rule] += sum((count * per_pair).tolist())
+    total = sum(work.values())
+    if not total or all(rule == Causal() for rule, flops in work.items() if flops):
+        return None
+    return AttentionRules(tuple(work), tuple(flops / total for flops in work.values()), spec.item_sources(module))
 
 
 def model_context(

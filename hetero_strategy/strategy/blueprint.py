@@ -24,14 +24,13 @@ from hetero_strategy.parallelize.apply import check_all
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.transforms import Transforms, check_transforms, decoupled, recomputed, undivided
 from hetero_strategy.plan.config import BalanceConfig, ModelContext
-from hetero_strategy.plan.masks import attention_rules
 from hetero_strategy.plan.plan_step import plan_step
 from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
 from hetero_strategy.schedule.action import Span, StageGraph, StageId, StepWork
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.graph import StageCost, stage_graph
-from hetero_strategy.simulator.balance_context import aligned_rows, model_context, row_dealing
+from hetero_strategy.simulator.balance_context import aligned_rows, attention_rules, model_context, row_dealing
 
 TYPICAL_ROWS = 1024
 """Length of the sequence whose FLOPs weigh the blocks against the embedding and the head."""

@@ -20,7 +20,7 @@ from hetero_strategy.monitor import MemoryMonitor, ThroughputMonitor, throughput
 from hetero_strategy.monitor.measure import Spent
 from hetero_strategy.monitor.throughput import ModuleFlops, Part, _memory, device_peak_flops, utilization, work
 from hetero_strategy.parallelize.transforms import read_transforms
-from hetero_strategy.plan.masks import attention_rules
+from hetero_strategy.simulator.balance_context import attention_rules
 from hetero_strategy.zoo import hf_qwen3
 from tests.monitor.fakes import (
     STEP,

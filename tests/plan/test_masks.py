@@ -11,9 +11,10 @@ from hetero_strategy.mask import BidirectionalItems, Causal, Full, ItemsAlone, M
 from hetero_strategy.model.read_spec import spec_of_module
 from hetero_strategy.model.spec import ModelSpec
 from hetero_strategy.plan.balance import Cost
-from hetero_strategy.plan.masks import AttentionRules, attention_rules
+from hetero_strategy.plan.masks import AttentionRules
 from hetero_strategy.plan.plan_step import ResolvedBalance, plan_step
 from hetero_strategy.plan.step_plan import ModuleLoad, StepItems, StepMetadata
+from hetero_strategy.simulator.balance_context import attention_rules
 from hetero_strategy.zoo.hf_causal_lm import hf_qwen3
 
 SIZES = {
