@@ -35,10 +35,12 @@ class Experts:
     """Numbers per row that go to experts: the row's width for each expert that it visits."""
     sizes: tuple[tuple[int, ...], ...]
     """Number of experts and second dimensions of their stacks, for every kind of layer."""
+    divisible: bool = True
+    """Whether a module with its transforms takes ``ep``."""
 
     def can_be_divided(self, ep: int, shards: int) -> bool:
         """Return whether the experts can be divided over ``ep`` ranks, and each part over so many shards."""
-        return all(
+        return self.divisible and all(
             count % ep == 0 and (count // ep % shards == 0 or all(size % shards == 0 for size in sizes))
             for count, *sizes in self.sizes
         )
@@ -121,7 +123,7 @@ class ModuleSpec:
     def active(self) -> int:
         """Return the parameters through which a row passes: of the experts, those that it visits."""
         apart = 0.0 if (e := self.experts) is None else float(e.per_row.sum()) / 2 - int(e.stored.sum())
-        return int(self.parameters.sum() + apart)
+        return int(self.held(0, self.blocks)[0] + apart)
 
     @property
     def most_stages(self) -> int:

@@ -121,7 +121,9 @@ class RunOptions:
             of = self.transforms.get(name, {})
             fits = tuple(tp for tp in module.tp if not faults(name, module, _with_tp(tp), of))
             divided = replace(_with_tp(module.tp[0]), dp_shard=2, ep=2)
-            experts = None if faults(name, module, divided, of) else module.experts
+            experts = module.experts
+            if experts is not None:
+                experts = replace(experts, divisible=not faults(name, module, divided, of))
             modules[name] = replace(module, tp=fits or module.tp[:1], experts=experts)
         check_transforms(self.transforms, modules, {name: _with_tp(module.tp[0]) for name, module in modules.items()})
         for option in ("pieces", "max_in_flight"):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from hetero_strategy.errors import ModelError
@@ -69,7 +70,9 @@ def routers_that_run(model: nn.Module) -> Iterator[list[str]]:
     """
     experts = max(expert_parts(model).values(), default=0)
     recorders = [getattr(type(part), "_can_record_outputs", None) or {} for part in model.modules()]
-    classes = tuple({of["router_logits"].target_class for of in recorders if "router_logits" in of})
+    records = [of["router_logits"] for of in recorders if "router_logits" in of]
+    listed = [one for record in records for one in (record if isinstance(record, (list, tuple)) else [record])]
+    classes = tuple({getattr(one, "target_class", one) for one in listed})
     ran: list[str] = []
 
     def note(fqn: str, router: nn.Module, given: Any, made: Any) -> None:
@@ -78,9 +81,11 @@ def routers_that_run(model: nn.Module) -> Iterator[list[str]]:
 
     named = [(fqn, part) for fqn, part in model.named_modules() if isinstance(part, classes)]
     handles = [part.register_forward_hook(partial(note, fqn)) for fqn, part in named]
-    yield ran
-    for handle in handles:
-        handle.remove()
+    try:
+        yield ran
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def make_routing(
@@ -101,8 +106,13 @@ def make_routing(
         if not 0 <= value < math.inf:
             raise ModelError(f"{who}: {name}={value!r}; use a number of at least 0")
     if balance_loss is None:
-        asked = getattr(config, "output_router_logits", False) and routers
-        balance_loss = float(getattr(config, "router_aux_loss_coef", None) or 0) if asked else 0.0
+        asked = getattr(config, "output_router_logits", False)
+        balance_loss = float(getattr(config, "router_aux_loss_coef", None) or 0) if asked and routers else 0.0
+        if asked and not balance_loss:
+            rank_zero_warn(
+                f"{who}: output_router_logits is true in its config, but its loss of routers is left out, because its"
+                " routers or router_aux_loss_coef are not known here; with known routers give balance_loss=0.001"
+            )
     biases = [bias for router in routers if (bias := _bias_of(model, router)) is not None]
     if balance_loss and not routers:
         raise ModelError(f"{who}: balance_loss={balance_loss}, but it has no routers that are known here; leave it out")

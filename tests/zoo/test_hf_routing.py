@@ -139,3 +139,13 @@ def test_the_loss_is_on_where_the_config_asks_for_it() -> None:
     for asked, coefficient in ((False, 0.0), (True, 0.001)):
         module = hf_causal_lm(model_type="qwen3_moe", check=False, **TINY["qwen3_moe"], output_router_logits=asked)
         assert module.routing is not None and module.routing.balance == coefficient
+
+
+def test_a_loss_that_the_config_asks_for_and_is_not_known_warns() -> None:
+    """JetMoe's layers have two kinds of routers, and its coefficient another name."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_key_value_heads": 2, "kv_channels": 16, "vocab_size": 64}
+    with pytest.warns(UserWarning, match="output_router_logits is true in its config, but its loss of routers is left"):
+        module = hf_causal_lm(
+            model_type="jetmoe", check=False, **sizes, intermediate_size=32, output_router_logits=True
+        )
+    assert module.routing is None
