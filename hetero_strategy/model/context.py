@@ -18,7 +18,7 @@ from hetero_strategy import ragged
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.head_exchange import ContextRanks, HeadExchange
 from hetero_strategy.model.inputs import ModuleInputs, Packing, SequenceInputs
-from hetero_strategy.model.seen_keys import SeenKeys, Segments, seen_keys
+from hetero_strategy.model.seen_keys import DealtPieces, SeenKeys, Segments, causal_runs, mask_runs, seen_keys
 from hetero_strategy.model.spread_labels import spread_labels
 
 _C10D = torch.ops._c10d_functional
@@ -104,17 +104,14 @@ def _with_keys(
     segments = _segments(packing, own)
     by_segments = int(segments.number.max(initial=0)) < 2
     keys, masks = dict[int | None, SeenKeys](), dict[int | None, Tensor]()
-    row = np.arange(dealt.size)[None]
-    begin = row - packing.positions.numpy()
+    pieces = DealtPieces.of(dealt)
     for window in packing.masks or windows:
-        if (mask := packing.masks.get(window)) is not None:
-            starts, ends = mask.numpy().astype(np.int64)
-        else:
-            starts, ends = begin if window is None else np.maximum(begin, row + 1 - window), row + 1
+        mask = packing.masks.get(window)
+        runs = causal_runs(pieces, packing.lengths, window) if mask is None else mask_runs(pieces, mask.numpy())
         shape = segments if by_segments and mask is None else None
-        keys[window], before = seen_keys(starts, ends, dealt, rank, shape, window)
+        keys[window], before = seen_keys(pieces, runs, rank, shape, window)
         if mask is not None:
-            masks[window] = torch.from_numpy(before[mask[..., own_rows].numpy()].astype(np.int32))
+            masks[window] = torch.from_numpy(before(mask[..., own_rows].numpy()).astype(np.int32))
     offsets = torch.from_numpy(ragged.offsets(segments.rows).astype(np.int32))
     extent = torch.empty(int(segments.rows.max(initial=0)), 0, dtype=torch.float32)
     context = Context(rank, len(dealt), keys, by_segments, offsets, extent)

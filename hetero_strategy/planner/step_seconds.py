@@ -16,7 +16,7 @@ from hetero_strategy.simulator.cost_model import NOTHING, StageTimes
 from hetero_strategy.simulator.result import Simulation
 from hetero_strategy.simulator.simulate import ActionCosts
 
-Columns = TypeVar("Columns", StepItems, UnitRuns)
+Columns = TypeVar("Columns", StepMetadata, StepItems, UnitRuns)
 MOST_FORWARDS = 1024
 """Forwards of all stages up to which a step is simulated whole."""
 LEAST_SHARE = 1 / 16
@@ -168,13 +168,7 @@ def first_samples(metadata: StepMetadata, count: int) -> StepMetadata:
         runs = {source: (run, run.source < units.get(source, count)) for source, run in (table.given or {}).items()}
         cut_runs = {source: _some(run, fed & (run.target < units[name])) for source, (run, fed) in runs.items()}
         items[name] = replace(cut, given=cut_runs) if cut_runs else cut
-    return replace(
-        metadata,
-        samples=metadata.samples[:count],
-        tokens=metadata.tokens[:count],
-        labels=metadata.labels[:count],
-        items=items,
-    )
+    return replace(_some(metadata, slice(count)), items=items)
 
 
 def _some(table: Columns, chosen: slice | Bool[np.ndarray, "rows"]) -> Columns:

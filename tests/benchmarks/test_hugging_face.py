@@ -62,7 +62,8 @@ def test_images_are_cut_over_ranks(pool: Pool, tmp_path: Path, monkeypatch: pyte
     for rank in range(RANKS):
         packing = setting.batch(0, rank).inputs["llm"][1].packing
         assert packing.masks.keys() == {None, 4}
-        assert all((mask[1, 0] > packing.context.ends).any() for mask in packing.masks.values())
+        keys = packing.context.keys_of
+        assert all((mask[1, 0] > keys(window).ends).any() for window, mask in packing.masks.items())
     results = pool.run(RANKS, steps_on_rank, {("gemma3", "cp"): setting}, STEPS, RATE)
     ranks = [found["gemma3", "cp"] for found in results]
     assert worst(steps_alone(setting, STEPS, RATE)[0], ranks)[0] <= BOUND

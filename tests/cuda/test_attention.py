@@ -13,7 +13,7 @@ from hetero_strategy.mask import ItemsAlone, Spans
 from hetero_strategy.model import attention
 from hetero_strategy.model.inputs import Packing
 from tests.cuda.devices import EVERYWHERE
-from tests.model.test_context import on_all_ranks
+from tests.model.test_context import inputs_of, on_all_ranks
 
 CLOSE = 0.01
 """Relative error in the 2-norm, bf16."""
@@ -112,16 +112,12 @@ def test_another_packing_is_noticed(device: str) -> None:
 @EVERYWHERE
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("lengths", [[600], [300, 7, 150, 63, 80]], ids=["one", "ragged"])
-def test_context_parallel_ranks_attend_as_in_blocks(
-    lengths: list[int], kv_heads: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_context_parallel_ranks_attend_as_in_blocks(lengths: list[int], kv_heads: int, device: str) -> None:
     rows = [torch.randn(1, 600, n, 64).to(device, torch.bfloat16).transpose(1, 2) for n in (4, kv_heads, kv_heads)]
     given, weight = [x.requires_grad_() for x in rows], torch.randn_like(rows[0])
     whole = in_blocks(given, Packing.of(np.array(lengths)).to(device), attention._Options(True))
-    parts = on_all_ranks(given, lengths, two_chunks(600, 2), monkeypatch)
+    parts = on_all_ranks(given, inputs_of(lengths), two_chunks(600, 2), weight)
     for ours, other in zip(
-        (parts, *torch.autograd.grad(parts, given, weight)),
-        (whole, *torch.autograd.grad(whole, given, weight)),
-        strict=True,
+        (parts.out, *parts.gradients), (whole, *torch.autograd.grad(whole, given, weight)), strict=True
     ):
         assert float((ours.double() - other.double()).norm() / other.double().norm()) <= CLOSE

@@ -64,7 +64,8 @@ def on_all_ranks(
     meeting, kept = Meeting(len(by_rank)), [0] * len(by_rank)
 
     def attend(rank: int) -> list[Tensor]:
-        own, at = in_context(whole, rank, by_rank, windows), torch.from_numpy(by_rank[rank])
+        own = in_context(whole, rank, by_rank, windows).to(rows[0].device)
+        at = torch.from_numpy(by_rank[rank])
         own.packing.context = together(own.packing.context, meeting)
         change(own.packing.context)
         mine = [x.detach()[:, :, at].requires_grad_() for x in rows]
