@@ -49,7 +49,7 @@ class Workload:
         """
         count = len(self.text)
         per_sample = {m: np.bincount(items.sample, minlength=count) for m, items in self.items.items()}
-        gaps = np.sum([*per_sample.values()], axis=0) + 1
+        gaps = np.sum([*per_sample.values()], axis=0, dtype=np.int64) + 1
         before, items_before = np.zeros(count, np.int64), np.zeros(count, np.int64)
         placed = {}
         for modality, items in self.items.items():

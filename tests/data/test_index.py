@@ -78,7 +78,7 @@ def test_by_hand(digits: Path, tmp_path: Path) -> None:
     assert audio.sample.tolist() == [2] and audio.rows.tolist() == [5] and audio.start.tolist() == [1]
     assert index.offsets.tolist() == [0, 15, 21, 32] and index.labels.tolist() == [3, 2, 2]
     assert index.path("vision", 1) == tmp_path / "a.png"
-    metadata = step_metadata(index, 1, 2, np.array([2, 0]))
+    metadata = step_metadata(index, 1, 2, np.array([2, 0]), digit_processors())
     assert metadata.tokens.tolist() == [11, 15] and metadata.labels.tolist() == [2, 3]
     assert metadata.items["vision"].sample.tolist() == [0, 1, 1] and metadata.items["vision"].edge_rows.tolist() == [
         2,
@@ -176,7 +176,7 @@ def test_what_is_drawn(digits: Path, drawings: Path, tmp_path: Path) -> None:
     mark = tokenizer.placeholder_id("draw")  # bos q \n 4 mark mark u mark mark eos
     assert (index.ids == mark).tolist() == [False] * 4 + [True, True, False, True, True, False]
     assert index.loss.tolist() == [False] * 3 + [True, False, False, True, False, False, True]
-    items = step_metadata(index, 0, 0, np.array([0])).items
+    items = step_metadata(index, 0, 0, np.array([0]), draw_processors()).items
     assert items["draw"].targets is not None and items["draw"].targets.tolist() == [64, 32]
     assert items["draw"].inner_rows.tolist() == [18, 10] and items["vision"].targets is None
     with pytest.raises(ConfigError, match=r"has no token '<draw>' \(placeholders\['draw'\]\)"):

@@ -123,7 +123,7 @@ def test_tokens_are_those_of_the_processor(tmp_path: Path, name: str) -> None:
         learnt = whole.tokenizer.decode(index.ids[index.loss])
         assert "".join(learnt.split()).startswith("".join(TALKS[count][1][1][0].split()))
         # Rows are where the tokens are, run by run.
-        runs = step_metadata(index, 0, 0, np.array([0])).runs("vision", "llm")
+        runs = step_metadata(index, 0, 0, np.array([0]), {"vision": processor}).runs("vision", "llm")
         at = [range(start, start + rows) for start, rows in zip(runs.target_start, runs.rows, strict=True)]
         assert [place for run in at for place in run] == np.flatnonzero(index.ids == processor.row_id).tolist()
         table = index.items["vision"]
@@ -196,7 +196,7 @@ def test_rows_of_an_item_in_runs_fill_its_places(tmp_path: Path) -> None:
     assert len(slots) == vision.rows.sum() and len(vision.rows) == 4
     table = index.items["vision"]
     items = lambda name, units: Items(units, table.sizes[units], table.rows[units])  # noqa: E731
-    (seen,) = steps._placed(batch.plan.metadata, items, np.array([0, 1, 2]))
+    (seen,) = steps._placed("llm", batch.plan.metadata, items, np.array([0, 1, 2]))
     first = batch.plan.metadata.tokens.cumsum() - batch.plan.metadata.tokens
     assert torch.equal(torch.from_numpy(ragged.expand(first[seen.sample] + seen.start, seen.rows)), slots)
     data: Any = SimpleNamespace(tokenizer=ChatTokenizer(processor.folder), processors={"vision": processor})
@@ -301,7 +301,7 @@ def test_rows_that_a_function_counts_are_those_of_the_text(tmp_path: Path, name:
     index = index_of(tmp_path, counted, samples, folder=".", chat_template=None)
     table = index.items["vision"]
     assert table.rows.tolist() == [7 * counted.measure(tmp_path / f"{n}.png")[0][0] for n in (0, 0, 1, 2)]
-    runs = step_metadata(index, 0, 0, np.array([0, 1])).runs("vision", "llm")
+    runs = step_metadata(index, 0, 0, np.array([0, 1]), {"vision": counted}).runs("vision", "llm")
     places = np.repeat(index.offsets[runs.target] + runs.target_start, runs.rows) + ragged.within(runs.rows)
     image = ChatTokenizer(tmp_path).placeholder_id("image")
     assert places.tolist() == np.flatnonzero(index.ids == image).tolist() and len(places) == table.rows.sum()

@@ -268,7 +268,7 @@ def test_an_evaluation_is_per_token_and_per_sample_that_counts(draws: bool) -> N
         losses = {"llm": torch.tensor(float(loss))} | ({"draw": torch.tensor(float(drawn))} if draws else {})
         counts = {"llm": plan.loss_tokens, "draw": targets}
         score = {"exact_match": torch.tensor(float(exact)), "labelled_samples": sum(n > 0 for n in labels)}
-        out = SimpleNamespace(losses=losses, counts=counts, **score, predictions=None, drawn=None)
+        out = SimpleNamespace(losses=losses, counts=counts, **score, balance_losses={}, predictions=None, drawn=None)
         batches.append(SimpleNamespace(plan=plan, out=out))
     lit = LitMultimodal(Scored, {})
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
@@ -305,7 +305,7 @@ class Learns(torch.nn.Module):
 
     def forward(self, batch: torch.Tensor) -> SimpleNamespace:
         loss = self.layer(batch).square().mean()
-        return SimpleNamespace(loss=loss, accuracy=torch.zeros(()), losses={"llm": loss})
+        return SimpleNamespace(loss=loss, accuracy=torch.zeros(()), losses={"llm": loss}, balance_losses={})
 
 
 def test_the_bar_reads_what_it_shows_when_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,14 @@ def test_every_model_and_data_set_is_in_the_table() -> None:
         return {path.stem for path in Path(cli.CONF, group).glob("*.yaml")}
 
     assert names("model") == {*PAPERS, "digits", "digits_draw", "folder"}
-    assert names("data") == {*(data for data, _ in PAPERS.values()), "digits", "digits_draw", "manifest", "text"}
+    assert names("data") == {
+        *(data for data, _ in PAPERS.values()),
+        "digits",
+        "digits_draw",
+        "manifest",
+        "text",
+        "video_long_tail",
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)
