@@ -324,7 +324,7 @@ def test_the_last_token_of_a_sample_predicts_nothing_whatever_sample_lies_behind
 
 def test_metrics_are_of_samples_with_labels_and_the_mean_of_language_models() -> None:
     plan: Any = SimpleNamespace(metadata=SimpleNamespace(labels=np.array([3, 0, 2])), normalizer=lambda name: 5)
-    modules: Any = {name: SimpleNamespace(kind=CausalLMKind()) for name in ("one", "other")}
+    modules: Any = {name: SimpleNamespace(kind=CausalLMKind(), routing=None) for name in ("one", "other")}
     order = ["other", "one"]
     sums = StepSums(modules, order, plan, evaluation=False, device=torch.device("cpu"), dtype=torch.float32)
     sums.totals += torch.tensor([0.0, 5, 2, 0, 0, 0])  # of each its loss, right tokens and right samples
