@@ -109,7 +109,7 @@ class ModuleSpec:
     """Numbers per row that a block sends to context-parallel ranks, see :attr:`Adapter.context_width`."""
     rules: tuple[tuple[MaskRule, Int64[np.ndarray, "blocks"]], ...] = ()
     """Rules by which rows of samples see each other, and the number of attentions in each block that follow them. Empty
-    for items, whose rows see all of it. :func:`hetero_strategy.plan.masks.sample_masks` applies them to samples."""
+    for items, whose rows see all of it. :class:`hetero_strategy.plan.masks.AttentionRules` applies them to samples."""
     own_units: bool = False
     """Whether its units are neither samples nor files."""
     experts: Experts | None = None

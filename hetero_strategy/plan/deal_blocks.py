@@ -10,7 +10,7 @@ from hetero_strategy.plan.masks import Masks
 BLOCKS = 16
 """Blocks of a rank's rows into which masks are cut that two chunks a rank do not make even."""
 SIZES = (128, 16, 1)
-"""A block has a multiple of the first of these that is not larger than it."""
+"""Blocks are multiples of the largest of these sizes that fits."""
 SWAPS = 32
 """Most exchanges of two blocks."""
 
@@ -57,8 +57,8 @@ def with_blocks(
 def _blocks(
     first: int, rows: int, masks: Masks, rank: np.ndarray, share: np.ndarray, block: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cut one sequence in blocks: by falling pairs they go to the ranks forth and back, so often as each rank's share
-    is large; blocks at the ends of shares are cut.
+    """Cut one sequence in blocks: by falling pairs they go to the ranks forth and back, in proportion to each rank's
+    share; blocks at the ends of shares are cut.
     """
     start = np.arange(first, first + rows, block)
     size = np.diff(np.append(start, first + rows))

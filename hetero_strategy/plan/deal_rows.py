@@ -26,10 +26,10 @@ from jaxtyping import Float64, Int64
 from hetero_strategy import ragged
 from hetero_strategy.layout.row_sharding import RowOrder
 from hetero_strategy.layout.spec import ContextOrder
-from hetero_strategy.mask import Causal, MaskRule, Slices
+from hetero_strategy.mask import Slices
 from hetero_strategy.plan.deal_instances import Instances
 from hetero_strategy.plan.deal_instances import RowCost as RowCost
-from hetero_strategy.plan.masks import ALIGNMENT, Masks, sample_masks
+from hetero_strategy.plan.masks import ALIGNMENT, CAUSAL, AttentionRules, Masks
 from hetero_strategy.plan.step_plan import Assignment, StepMetadata
 
 
@@ -49,15 +49,13 @@ class Dealing:
     Args:
         ranks: context-parallel ranks of an instance.
         order, cost: see :func:`deal_rows`.
-        rules: rules by which rows see each other, and the number of attentions that follow each.
-        sources: modules whose items are in the module's sequences.
+        attention: rules by which rows see each other.
     """
 
     ranks: int
     order: ContextOrder = "auto"
     cost: RowCost = RowCost()  # noqa: RUF009 - immutable
-    rules: tuple[tuple[MaskRule, int], ...] = ((Causal(), 1),)
-    sources: tuple[str, ...] = ()
+    attention: AttentionRules = CAUSAL
 
     def orders(self, metadata: StepMetadata, assignments: Sequence[Assignment]) -> list[RowOrder]:
         """Return the order of the rows of all instances in each microbatch."""
@@ -69,9 +67,7 @@ class Dealing:
         samples[places] = np.concatenate([a.units for a in assignments])
         lengths[places] = np.concatenate([a.inner_rows for a in assignments])
         lengths[(np.cumsum(count) - 1)[padding > 0]] = padding[padding > 0]
-        rules, times = zip(*self.rules, strict=True)
-        masks = Masks(tuple(sample_masks(rules, metadata, self.sources, samples, lengths)), times)
-        return self.split(lengths, count, masks, len(assignments))
+        return self.split(lengths, count, self.attention.masks(metadata, samples, lengths), len(assignments))
 
     def split(self, lengths: np.ndarray, count: np.ndarray, masks: Masks, parts: int) -> list[RowOrder]:
         """Deal instances with ``count`` sequences each, and return the order of each of ``parts`` equal groups."""

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from hetero_strategy import ragged
-from hetero_strategy.mask import MaskRule, Slices, Spans
+from hetero_strategy.mask import Causal, MaskRule, Slices, Spans
 from hetero_strategy.plan.step_plan import StepMetadata, UnitRuns
 
 ALIGNMENT = -1
@@ -21,8 +21,8 @@ class Masks:
     """The masks of a module's attentions over the same rows."""
 
     masks: tuple[Slices, ...]
-    times: tuple[int, ...] = (1,)
-    """Number of attentions that have each mask."""
+    shares: tuple[float, ...] = (1.0,)
+    """Share of each mask in the FLOPs of a pair; their sum is 1."""
 
     @property
     def total(self) -> int:
@@ -30,8 +30,7 @@ class Masks:
 
     def pairs(self, edges: Int64[np.ndarray, "edges"]) -> Float64[np.ndarray, "blocks"]:
         """Count the pairs of the rows between each two of some ascending row numbers, in the mean of attentions."""
-        summed = sum(n * mask.work(edges) for n, mask in zip(self.times, self.masks, strict=True))
-        return np.asarray(summed / max(1, sum(self.times)))
+        return np.asarray(sum(share * mask.work(edges) for share, mask in zip(self.shares, self.masks, strict=True)))
 
     def keys(
         self, edges: Int64[np.ndarray, "edges"], owner: Int64[np.ndarray, "blocks"], owners: int
@@ -43,11 +42,11 @@ class Masks:
             owner: owner of each block.
         """
         seen = np.zeros(owners)
-        for n, mask in zip(self.times, self.masks, strict=True):
+        for share, mask in zip(self.shares, self.masks, strict=True):
             block, runs = mask.block_keys(edges)
             of, start, end = ragged.merged(owner[block], runs[:, 0], runs[:, 1])
-            seen += n * np.bincount(of, end - start, minlength=owners)
-        return seen / max(1, sum(self.times))
+            seen += share * np.bincount(of, end - start, minlength=owners)
+        return seen
 
     def part(self, first: int, end: int) -> Masks:
         """Return the masks of whole sequences, from row ``first`` to ``end``."""
@@ -56,7 +55,7 @@ class Masks:
             some = slice(*np.searchsorted(mask.row, (first, end)).tolist())
             columns = (mask.row[some] - first, mask.rows[some], mask.key[some] - first, mask.keys[some])
             parts.append(Slices(*columns, mask.low[some], mask.high[some], end - first))
-        return Masks(tuple(parts), self.times)
+        return Masks(tuple(parts), self.shares)
 
 
 def item_runs(metadata: StepMetadata, module: str, samples: Int64[np.ndarray, "sequences"]) -> UnitRuns:
@@ -66,11 +65,7 @@ def item_runs(metadata: StepMetadata, module: str, samples: Int64[np.ndarray, "s
     """
     place = np.full(len(metadata.samples) + 1, -1)  # the last one takes alignment rows
     place[samples] = np.arange(len(samples))
-    items = metadata.items[module]
-    runs = items.placed
-    if runs is None:
-        numbers = np.arange(len(items.sample))
-        runs = UnitRuns(numbers, np.zeros_like(numbers), items.sample, items.start, items.edge_rows)
+    runs = metadata.items[module].in_samples
     target = place[runs.target]
     these = np.lexsort((runs.target_start, target))[np.count_nonzero(target < 0) :]
     return UnitRuns(
@@ -141,6 +136,15 @@ class AttentionRules:
     shares: tuple[float, ...]
     sources: tuple[str, ...]
 
+    def masks(
+        self,
+        metadata: StepMetadata,
+        samples: Int64[np.ndarray, "sequences"],
+        lengths: Int64[np.ndarray, "sequences"] | None = None,
+    ) -> Masks:
+        """Return the masks of some samples end to end; arguments and errors as in :func:`sample_masks`."""
+        return Masks(tuple(sample_masks(self.rules, metadata, self.sources, samples, lengths)), self.shares)
+
     def squares(self, metadata: StepMetadata) -> Float64[np.ndarray, "samples"]:
         """Return the pairs of each sample in squares: twice its pairs less its rows, in the mean of all attentions.
 
@@ -149,7 +153,9 @@ class AttentionRules:
 
             pairs 1 + 2 + 3 + 3 + 3 = 12    squares 2 * 12 - 5 = 19    causal: 2 * 15 - 5 = 25
         """
-        every, edges = np.arange(len(metadata.samples)), ragged.offsets(metadata.tokens)
-        masks = sample_masks(self.rules, metadata, self.sources, every)
-        pairs = sum(share * mask.work(edges) for share, mask in zip(self.shares, masks, strict=True))
-        return 2.0 * pairs - metadata.tokens
+        masks = self.masks(metadata, np.arange(len(metadata.samples)))
+        return 2.0 * masks.pairs(ragged.offsets(metadata.tokens)) - metadata.tokens
+
+
+CAUSAL = AttentionRules((Causal(),), (1.0,), ())
+"""Rules of a module whose rows see all earlier ones."""

@@ -17,7 +17,6 @@ from jaxtyping import Float64, Int64
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import ConfigError
-from hetero_strategy.layout.row_sharding import RowOrder
 from hetero_strategy.plan.balance import Cost, OverLimit, balance, loads
 from hetero_strategy.plan.deal_rows import Dealing
 from hetero_strategy.plan.greedy import deal as deal_to_least
@@ -145,7 +144,8 @@ def plan_step(
         )  # fmt: skip
         if module in balancing.dealing:
             orders = balancing.dealing[module].orders(metadata, assignments[module])
-            assignments[module] = tuple(map(dealt, assignments[module], orders))
+            ordered = zip(assignments[module], orders, strict=True)
+            assignments[module] = tuple(replace(assignment, order=order) for assignment, order in ordered)
     loads = {name: planner.load(name, assignments[name], packed.count) for name in costed}
     return StepPlan(metadata, packed.count, {name: assignments[name] for name in instances}, loads)
 
@@ -185,11 +185,6 @@ def assignments_of(
         columns = units, rows[units].astype(np.int64), inside, offsets, padding, first, last
         assignments.append(Assignment(*columns, squares=own))
     return tuple(assignments)
-
-
-def dealt(assignment: Assignment, order: RowOrder) -> Assignment:
-    """Return an assignment whose rows are in an order on context-parallel ranks."""
-    return replace(assignment, order=order)
 
 
 @dataclass

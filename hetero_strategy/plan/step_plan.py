@@ -55,6 +55,14 @@ class StepItems:
     field: str = ""
     """Manifest field of the items' files, such as "image"; empty: unknown."""
 
+    @property
+    def in_samples(self) -> UnitRuns:
+        """Return the runs of the items' edge rows in their samples; sources are the items."""
+        if self.placed is not None:
+            return self.placed
+        numbers = np.arange(len(self.sample))
+        return UnitRuns(numbers, np.zeros_like(numbers), self.sample, self.start, self.edge_rows)
+
 
 @dataclass(frozen=True)
 class StepMetadata:
@@ -83,13 +91,11 @@ class StepMetadata:
         into = self.items.get(target)
         if into is not None and into.given is not None:
             return into.given[source]
-        items = self.items[source if source in self.items else target]
-        numbers, zeros = np.arange(len(items.sample)), np.zeros_like(items.sample)
         if source in self.items:
-            if items.placed is not None:
-                return items.placed
-            return UnitRuns(numbers, zeros, items.sample, items.start, items.edge_rows)
-        return UnitRuns(items.sample, items.start, numbers, zeros, items.edge_rows)
+            return self.items[source].in_samples
+        items = self.items[target]
+        numbers = np.arange(len(items.sample))
+        return UnitRuns(items.sample, items.start, numbers, np.zeros_like(numbers), items.edge_rows)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hetero_strategy.model.spec import ModelSpec
 from hetero_strategy.plan.balance import Cost
 from hetero_strategy.plan.config import ModelContext
 from hetero_strategy.plan.deal_rows import Dealing, RowCost
-from hetero_strategy.plan.masks import AttentionRules
+from hetero_strategy.plan.masks import CAUSAL, AttentionRules
 from hetero_strategy.plan.plan_step import Near, Orderer, OtherWork
 from hetero_strategy.schedule.action import StageGraph, StageId
 from hetero_strategy.schedule.config import ScheduleConfig
@@ -43,9 +43,8 @@ def row_dealing(spec: ModelSpec, layouts: Mapping[str, ModuleLayout]) -> dict[st
         if layout.cp > 1 and layout.cp_form != "heads" and shape.samplewise:
             row, pair = float(shape.per_row.sum()), 2 * float(shape.per_pair.sum())  # half of a square is seen
             key = FLOPS_PER_BYTE * 2.0 * shape.keys * shape.blocks
-            rules = tuple((rule, int(count.sum())) for rule, count in shape.rules) or ((Causal(), 1),)
-            cost = RowCost(row, pair, key)
-            dealing[name] = Dealing(layout.cp, layout.cp_order, cost, rules, spec.item_sources(name))
+            attention = attention_rules(spec, name) or CAUSAL
+            dealing[name] = Dealing(layout.cp, layout.cp_order, RowCost(row, pair, key), attention)
     return dealing
 
 
