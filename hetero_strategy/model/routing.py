@@ -11,7 +11,7 @@ Only real rows count: neither alignment rows nor the row of an instance without 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -60,7 +60,7 @@ class Tally:
     rows: Tensor
     """int64 ``[layers, experts]``: rows that chose each expert."""
     likeliest: Tensor
-    """int64 ``[experts]``: rows of all layers among whose likeliest experts each is; biases change nothing of it."""
+    """int64 ``[experts]``: rows of all layers that have the expert among their k most probable, before biases."""
     probabilities: Tensor
     """fp64 ``[experts]``: sum over the same rows."""
     by_autograd: bool = False
@@ -78,12 +78,12 @@ class Tally:
 
 
 @torch.compiler.disable
-def count_choices(routing: Routing, number: int, router: nn.Module, given: Any, made: Any) -> Any:
+def count_choices(routing: Routing, number: int, router: nn.Module, inputs: Any, output: Any) -> Any:
     """Count one layer's choices, and lead the gradient of the balance loss into the router's logits."""
     tally = routing.tally
-    if tally is None or tally.real is None or not isinstance(made, tuple) or len(made) != 3:
+    if tally is None or tally.real is None or not isinstance(output, tuple) or len(output) != 3:
         return None
-    logits, weights, chosen = made
+    logits, weights, chosen = output
     real = tally.real
     if not tally.again:
         tally.rows[number] += _histogram(chosen, real, routing.experts)
@@ -157,8 +157,8 @@ class StepRouting:
         self.routing, self._rows, self._into = routing, rows, into
         self._seed, self._group, self._stages = seed, group, stages or {}
         self._open: dict[int, list[Tally]] = {}
-        self._sums: dict[int, tuple[Tensor, Tensor, Callable[[], object]]] = {}
-        """Microbatch -> ``likeliest`` of all ranks once the function has returned, and own ``probabilities``."""
+        self._sums: dict[int, tuple[Tensor, Tensor, dist.Work | None]] = {}
+        """Microbatch -> ``likeliest``, of all ranks once the work is done, and own ``probabilities``."""
 
     def tally(self, units: int, *, by_autograd: bool = False) -> Tally:
         """Return an empty tally for a forward of ``units`` sequences."""
@@ -180,26 +180,24 @@ class StepRouting:
         del self._open[microbatch]
         likeliest = torch.stack([each.likeliest for each in tallies]).sum(0)
         probabilities = torch.stack([each.probabilities for each in tallies]).sum(0)
-        wait: Callable[[], object] = bool
-        if self._group is not None:
-            work = dist.all_reduce(likeliest, group=self._group, async_op=True)
-            assert work is not None
-            wait = work.wait
-        self._sums[microbatch] = likeliest, probabilities, wait
+        work = None if self._group is None else dist.all_reduce(likeliest, group=self._group, async_op=True)
+        self._sums[microbatch] = likeliest, probabilities, work
 
     def slope(self, microbatch: int) -> Tensor | None:
         """Return :attr:`Tally.slope` of a microbatch that has run forward on all ranks."""
         if microbatch not in self._sums or self._seed is None:
             return None
-        likeliest, _, wait = self._sums[microbatch]
-        wait()
+        likeliest, _, work = self._sums[microbatch]
+        if work is not None:
+            work.wait()
         return likeliest.double() * (self._scale(microbatch) * self.routing.balance * self._seed)
 
     def finish(self) -> Tensor:
         """Add this rank's part of the loss, once all microbatches have run; return it times coefficient and seed."""
         loss = torch.zeros_like(self._into[1])
-        for microbatch, (likeliest, probabilities, wait) in self._sums.items():
-            wait()
+        for microbatch, (likeliest, probabilities, work) in self._sums.items():
+            if work is not None:
+                work.wait()
             loss = loss + (likeliest * probabilities).sum() * self._scale(microbatch)
         self._sums.clear()
         self._into[1].add_(loss.detach())

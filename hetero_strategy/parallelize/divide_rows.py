@@ -48,28 +48,32 @@ def divide_rows(stage: Adapter, rank: int, ranks: int) -> None:
 class _Part(NamedTuple):
     """A rank's part of the rows of an instance."""
 
-    rank: int
-    ranks: int
-    total: int
-    """Rows of the instance."""
-    group: str
+    context: HeadExchange
+
+    @property
+    def total(self) -> int:
+        """Return the rows of the instance."""
+        return self.context.whole.rows
 
     @property
     def rows(self) -> int:
         """Return the rows of each part, padding included."""
-        return -(-self.total // self.ranks)
+        return -(-self.total // self.context.ranks)
+
+    @property
+    def start(self) -> int:
+        """Return the first row of the part."""
+        return min(self.context.rank * self.rows, self.total)
 
     def of(self, rows: Tensor) -> Tensor:
         """Return this rank's part ``[..., rows, width]`` of rows ``[..., total, width]``: a view unless padded."""
-        start = min(self.rank * self.rows, self.total)
-        own = rows.narrow(-2, start, min(self.rows, self.total - start))
+        own = rows.narrow(-2, self.start, min(self.rows, self.total - self.start))
         return F.pad(own, (0, 0, 0, lacking)) if (lacking := self.rows - own.shape[-2]) else own
 
     def whole(self, own: Tensor) -> Tensor:
         """Gather the parts of all ranks; a collective."""
-        c10d, (*lead, _, width) = torch.ops._c10d_functional, own.shape
-        rows = own.reshape(-1, width).contiguous()
-        gathered = c10d.wait_tensor(c10d.all_gather_into_tensor(rows, self.ranks, self.group))
+        *lead, _, width = own.shape
+        gathered = self.context.gather(own.reshape(-1, width))
         return gathered[: self.total].reshape(*lead, self.total, width)
 
 
@@ -94,14 +98,14 @@ def _enter(
             f" {'no packing' if packing is None else f'a packing of {packing.rows} rows'}; set cp=1, or let its rows"
             " meet in packed_attention alone"
         )
-    part = _Part(rank, ranks, packing.rows, stage.context_group)
+    part = _Part(HeadExchange(rank, ranks, packing, stage.context_group))
     for number, leaf in enumerate(leaves):
         if number == first:
             leaves[number] = _Own.apply(leaf, part, not stage.first_stage) if is_first else leaf
         elif isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.shape[-2] == part.total:
             leaves[number] = part.of(leaf)
         elif (own := _packing(leaf)) is not None:
-            exchanging = replace(own, context=HeadExchange(rank, ranks, own, part.group))
+            exchanging = replace(own, context=HeadExchange(rank, ranks, own, stage.context_group))
             leaves[number] = exchanging if own is leaf else replace(leaf, packing=exchanging)
     changed: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, form)
     return changed
@@ -111,9 +115,8 @@ def _leave(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     """Gather the rows behind a stage's last block."""
     leaves = tree_flatten((args, kwargs))[0]
     packing = next(packing for leaf in leaves if (packing := _packing(leaf)) is not None)
-    context = packing.context
-    assert isinstance(context, HeadExchange)
-    part = _Part(context.rank, context.ranks, packing.rows, context.group)
+    assert isinstance(packing.context, HeadExchange)
+    part = _Part(packing.context)
     if isinstance(output, Tensor):
         return _Whole.apply(output, part)
     return (_Whole.apply(output[0], part), *output[1:])
@@ -141,9 +144,8 @@ class _Own(torch.autograd.Function):
         part, gradient = ctx.part, grads[0]
         if ctx.gathers:
             return part.whole(gradient), None, None
-        before = min(part.rank * part.rows, part.total)
-        own = gradient.narrow(-2, 0, min(part.rows, part.total - before))
-        return F.pad(own, (0, 0, before, part.total - before - own.shape[-2])), None, None
+        own = gradient.narrow(-2, 0, min(part.rows, part.total - part.start))
+        return F.pad(own, (0, 0, part.start, part.total - part.start - own.shape[-2])), None, None
 
 
 class _Whole(torch.autograd.Function):
@@ -157,7 +159,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.part.of(grads[0]) * ctx.part.ranks, None
+        return ctx.part.of(grads[0]) * ctx.part.context.ranks, None
 
 
 class _Counted(torch.autograd.Function):
