@@ -157,12 +157,19 @@ class Instances:
 
     def time(self, start: np.ndarray, rank: np.ndarray) -> np.ndarray:
         """Return the time of the busiest rank of each instance."""
-        edges, owner = np.append(start, self.masks.total), self.of_rows(start) * self.ranks + rank
-        owners = len(self.totals) * self.ranks
-        pairs = np.bincount(owner, self.masks.pairs(edges), owners).reshape(-1, self.ranks)
         rows = (self.totals // self.ranks)[:, None]
-        keys = self.masks.keys(edges, owner, owners).reshape(-1, self.ranks) - rows
-        return np.asarray(self.cost.of(rows, pairs, keys)).max(axis=1)
+        return np.asarray(self.cost.of(rows, *self.pairs_and_keys(start, rank))).max(axis=1)
+
+    def pairs_and_keys(self, start: np.ndarray, rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Count the pairs of each rank's rows, and the keys that these see and the rank lacks, ``[instances, ranks]``.
+
+        Args:
+            start, rank: pieces, as :meth:`dealt` returns them.
+        """
+        edges, owner = np.append(start, self.masks.total), self.of_rows(start) * self.ranks + rank
+        owners, rows = len(self.totals) * self.ranks, (self.totals // self.ranks)[:, None]
+        pairs = np.bincount(owner, self.masks.pairs(edges), owners).reshape(-1, self.ranks)
+        return pairs, self.masks.keys(edges, owner, owners).reshape(-1, self.ranks) - rows  # each row sees itself
 
     def spread(self) -> tuple[Shares, np.ndarray]:
         """Cut long sequences of each instance over more ranks until these are even or take longer.

@@ -33,6 +33,15 @@ from hetero_strategy.plan.masks import ALIGNMENT, CAUSAL, AttentionRules, Masks
 from hetero_strategy.plan.step_plan import Assignment, StepMetadata
 
 
+class RankWork(NamedTuple):
+    """The attention of each context-parallel rank of all instances, whose ranks have equally many rows."""
+
+    squares: Float64[np.ndarray, "microbatches instances ranks"]
+    """Squares of an instance all of whose ranks have as many pairs: twice its pairs less its rows."""
+    keys: Float64[np.ndarray, "microbatches instances ranks"]
+    """Keys that the rank's rows see and that it receives from other ranks, in the mean of attentions."""
+
+
 class RankPieces(NamedTuple):
     """Runs of rows that fill instances."""
 
@@ -59,6 +68,37 @@ class Dealing:
 
     def orders(self, metadata: StepMetadata, assignments: Sequence[Assignment]) -> list[RowOrder]:
         """Return the order of the rows of all instances in each microbatch."""
+        return self.split(*self._sequences(metadata, assignments), len(assignments))
+
+    def work(self, metadata: StepMetadata, assignments: Sequence[Assignment]) -> RankWork:
+        """Return the work of all ranks in each microbatch, whose assignments have an order."""
+        lengths, count, masks = self._sequences(metadata, assignments)
+        instances = self._instances(lengths, count, masks)
+        totals = instances.totals
+        orders = [a.order for a in assignments if a.order is not None]
+        ahead = ragged.offsets(totals)[np.arange(len(orders)) * (len(count) // len(orders))]
+        start, place = (
+            np.concatenate([column + rows for column, rows in zip(columns, ahead, strict=True)])
+            for columns in ([order.start for order in orders], [order.place for order in orders])
+        )
+        instance = instances.of_rows(start)
+        rank = (place - instances.first[instance]) // (totals // self.ranks)[instance]
+        pairs, keys = instances.pairs_and_keys(start, rank)
+        shape = len(orders), -1, self.ranks
+        squares = 2.0 * self.ranks * pairs - totals[:, None]
+        return RankWork(squares.reshape(shape), keys.reshape(shape))
+
+    def _instances(self, lengths: np.ndarray, count: np.ndarray, masks: Masks) -> Instances:
+        instance = np.repeat(np.arange(len(count)), count)
+        totals = np.bincount(instance, lengths, len(count)).astype(np.int64)
+        return Instances(lengths, instance, totals, masks, self.ranks, self.cost)
+
+    def _sequences(
+        self, metadata: StepMetadata, assignments: Sequence[Assignment]
+    ) -> tuple[np.ndarray, np.ndarray, Masks]:
+        """Return the rows of all sequences, those of alignment rows included, their number in each instance of each
+        microbatch, and their masks.
+        """
         padding = np.concatenate([a.padding for a in assignments])
         sizes = np.concatenate([np.diff(a.offsets) for a in assignments])
         count = sizes + (padding > 0)
@@ -67,15 +107,14 @@ class Dealing:
         samples[places] = np.concatenate([a.units for a in assignments])
         lengths[places] = np.concatenate([a.inner_rows for a in assignments])
         lengths[(np.cumsum(count) - 1)[padding > 0]] = padding[padding > 0]
-        return self.split(lengths, count, self.attention.masks(metadata, samples, lengths), len(assignments))
+        return lengths, count, self.attention.masks(metadata, samples, lengths)
 
     def split(self, lengths: np.ndarray, count: np.ndarray, masks: Masks, parts: int) -> list[RowOrder]:
         """Deal instances with ``count`` sequences each, and return the order of each of ``parts`` equal groups."""
-        instance = np.repeat(np.arange(len(count)), count)
-        totals = np.bincount(instance, lengths, len(count)).astype(np.int64)
-        start, rank = Instances(lengths, instance, totals, masks, self.ranks, self.cost).dealt(self.order)
-        first = ragged.starts(totals)
-        instance = np.searchsorted(first, start, "right") - 1
+        instances = self._instances(lengths, count, masks)
+        start, rank = instances.dealt(self.order)
+        totals, first = instances.totals, instances.first
+        instance = instances.of_rows(start)
         pieces = np.bincount(instance, minlength=len(count))
         order = RowOrder.of(totals, pieces, start - first[instance], rank)
         groups = np.arange(parts + 1) * (len(count) // parts)
@@ -105,15 +144,19 @@ def deal_rows(
         order: ``zigzag``: two chunks a rank, one from either end; ``blocks``: blocks of equal pairs, without regard to
             sequences; ``auto``: whole sequences first, or one of the other two if the busiest rank takes less time.
     """
-    total = np.array([int(lengths.sum())])
-    one = Instances(lengths, np.zeros(len(lengths), np.int64), total, Masks((mask,)), ranks, cost)
-    return RankPieces(*one.dealt(order))
+    return RankPieces(*_alone(lengths, mask, ranks, cost).dealt(order))
 
 
 def pairs_and_keys(
     pieces: RankPieces, mask: Slices, ranks: int
 ) -> tuple[Float64[np.ndarray, "ranks"], Float64[np.ndarray, "ranks"]]:
     """Count the pairs of each rank's rows, and the keys that these see and the rank lacks."""
-    edges, masks = np.append(pieces.start, mask.total), Masks((mask,))
-    pairs = np.bincount(pieces.rank, masks.pairs(edges), minlength=ranks)
-    return pairs, masks.keys(edges, pieces.rank, ranks) - mask.total // ranks  # each row sees itself
+    one = _alone(np.array([mask.total]), mask, ranks, RowCost())
+    pairs, keys = one.pairs_and_keys(*pieces)
+    return pairs[0], keys[0]
+
+
+def _alone(lengths: np.ndarray, mask: Slices, ranks: int, cost: RowCost) -> Instances:
+    """Return one instance."""
+    total = np.array([int(lengths.sum())])
+    return Instances(lengths, np.zeros(len(lengths), np.int64), total, Masks((mask,)), ranks, cost)

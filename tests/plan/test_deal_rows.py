@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from hetero_strategy.layout.row_sharding import RowOrder
 from hetero_strategy.mask import BidirectionalItems, Causal, Full, ItemsAlone, MaskRule, Slices, Spans
 from hetero_strategy.plan.deal_rows import Dealing, RankPieces, RowCost, deal_rows, pairs_and_keys
-from hetero_strategy.plan.masks import Masks
+from hetero_strategy.plan.masks import AttentionRules, Masks
+from hetero_strategy.plan.plan_step import ResolvedBalance, plan_step
+from hetero_strategy.testing.plans import batch
 
 RULES: tuple[MaskRule, ...] = (Causal(), Causal(5), BidirectionalItems(), ItemsAlone(), Full())
 COSTS = RowCost(0, 1, 0), RowCost(100, 1, 0), RowCost(1, 1, 20)
@@ -130,6 +132,39 @@ def orders(lengths: list[list[int]], order: Any = "auto", parts: int = 1) -> lis
     ends = np.array([n for each in lengths for n in each], np.int64)
     masks = Masks((Causal().slices(ends, Spans.none()),))
     return Dealing(2, order).split(ends, np.array([len(each) for each in lengths]), masks, parts)
+
+
+@pytest.mark.parametrize("order", ["auto", "zigzag"])
+@pytest.mark.parametrize("rules", [(Causal(),), (Causal(20), ItemsAlone())])
+def test_work_of_a_plan_is_that_of_the_true_masks(rules: tuple[MaskRule, ...], order: Any) -> None:
+    """Pairs and received keys of every rank, microbatch and instance, pair by pair; a window and items in turns."""
+    metadata, ranks = batch(10, 3), 3
+    attention = AttentionRules(rules, (1.0,) if len(rules) == 1 else (0.25, 0.75), ("vision",))
+    dealing, shares = Dealing(ranks, order, RowCost(100, 1, 10), attention), attention.shares
+    plan = plan_step(
+        metadata, {"vision": 1, "llm": 2}, ("llm",), microbatches=2, row_multiple={"llm": 2 * ranks},
+        balancing=ResolvedBalance(dealing={"llm": dealing}),
+    )  # fmt: skip
+    work, items = dealing.work(metadata, plan.assignments["llm"]), metadata.items["vision"]
+    assert (work.keys > 0).any()
+    for m, assignment in enumerate(plan.assignments["llm"]):
+        for instance in range(2):
+            lengths, total = assignment.inner_rows_of(instance), int(assignment.totals(inner=True)[instance])
+            pairs, keys = np.zeros(ranks), np.zeros(ranks)
+            for rule, share in zip(rules, shares, strict=True):
+                dense, at = np.zeros((total, total), bool), 0
+                for number, length in enumerate(lengths.tolist()):
+                    units = assignment.of(instance)
+                    own = items.sample == (units[number] if number < len(units) else -1)
+                    columns = np.zeros(own.sum(), np.int64), items.start[own], items.edge_rows[own]
+                    spans = Spans(*columns, np.full(own.sum(), "vision"))
+                    dense[at : at + length, at : at + length] = seen(rule.slices(np.array([length]), spans))
+                    at += length
+                for rank, rows in enumerate(assignment.dealt(instance, ranks)):
+                    pairs[rank] += share * dense[rows].sum()
+                    keys[rank] += share * np.delete(dense[rows].any(axis=0), rows).sum()
+            assert work.keys[m, instance] == pytest.approx(keys)
+            assert work.squares[m, instance] == pytest.approx(ranks * (2 * pairs - total / ranks))
 
 
 def test_microbatches_are_dealt_as_they_are_alone() -> None:
