@@ -40,8 +40,9 @@ from hetero_strategy.profiling.memory import KINDS, Memory, MemoryModel
 from hetero_strategy.runtime.memory import size
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.simulator.cluster import Cluster
-from hetero_strategy.simulator.cost_model import MIXED, CostModel, ModuleSeconds, Precision
+from hetero_strategy.simulator.cost_model import MIXED, CostModel, Precision
 from hetero_strategy.simulator.from_run import Measured
+from hetero_strategy.simulator.stage_times import ModuleSeconds
 from hetero_strategy.strategy import HeteroStrategy
 from hetero_strategy.strategy.blueprint import Options, beside_kept
 from hetero_strategy.strategy.dry_run import dry_run

@@ -20,8 +20,9 @@ from hetero_strategy.planner.search import Planner
 from hetero_strategy.profiling.cache import memory_model, profile_on
 from hetero_strategy.profiling.device import Communication, communication
 from hetero_strategy.schedule.config import ScheduleConfig
-from hetero_strategy.simulator.cost_model import CostModel, ModuleSeconds, Precision
+from hetero_strategy.simulator.cost_model import CostModel, Precision
 from hetero_strategy.simulator.hardware import this_cluster
+from hetero_strategy.simulator.stage_times import ModuleSeconds
 from hetero_strategy.strategy.blueprint import beside_kept
 from hetero_strategy.strategy.refusals import check_anomaly
 from hetero_strategy.strategy.strategy import HeteroStrategy

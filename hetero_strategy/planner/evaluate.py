@@ -38,12 +38,10 @@ from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.graph import work_of
 from hetero_strategy.simulator.cluster import Cluster, Links
-from hetero_strategy.simulator.cost_model import (
-    CostModel,
-    StageTimes,
-)
+from hetero_strategy.simulator.cost_model import CostModel
 from hetero_strategy.simulator.result import Simulation
 from hetero_strategy.simulator.simulate import rows_between, simulate
+from hetero_strategy.simulator.stage_times import StageTimes
 from hetero_strategy.strategy.blueprint import Blueprint, Options, blueprint
 
 

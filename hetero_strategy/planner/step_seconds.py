@@ -12,9 +12,9 @@ from jaxtyping import Bool, Float64
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan, UnitRuns
 from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
 from hetero_strategy.schedule.graph import sizes_of, usual
-from hetero_strategy.simulator.cost_model import NOTHING, StageTimes
 from hetero_strategy.simulator.result import Simulation
 from hetero_strategy.simulator.simulate import ActionCosts
+from hetero_strategy.simulator.stage_times import NOTHING, StageTimes
 
 Columns = TypeVar("Columns", StepMetadata, StepItems, UnitRuns)
 MOST_FORWARDS = 1024

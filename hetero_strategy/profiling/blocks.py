@@ -32,8 +32,8 @@ from hetero_strategy.model.read_spec import causal_squares, spec_of
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.profiling.device import T, clocked
 from hetero_strategy.runtime import backward
-from hetero_strategy.simulator.cost_model import NOTHING, BlockSeconds, ModuleSeconds
 from hetero_strategy.simulator.fit_lines import fit
+from hetero_strategy.simulator.stage_times import NOTHING, BlockSeconds, ModuleSeconds
 
 MOST_ROWS = 16384
 """Most rows of a packing."""

@@ -40,8 +40,9 @@ from hetero_strategy.profiling.device import cores_of_node, sharding, with_optim
 from hetero_strategy.profiling.memory import CPU, CUDA, MemoryModel
 from hetero_strategy.profiling.stage_memory import Activations, BlockBytes, Head, HeadBytes
 from hetero_strategy.simulator.cluster import Cluster
-from hetero_strategy.simulator.cost_model import BlockSeconds, Line, Precision
+from hetero_strategy.simulator.cost_model import Precision
 from hetero_strategy.simulator.hardware import known_device
+from hetero_strategy.simulator.stage_times import BlockSeconds, Line
 
 
 def profile_on(

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float64, Num
 
 from hetero_strategy import ragged
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.spec import ModelSpec, ModuleSpec
-from hetero_strategy.schedule.action import Kind
 from hetero_strategy.simulator.cluster import Cluster, CollectiveKind, Numbers
+from hetero_strategy.simulator.stage_times import NOTHING, Line, ModuleSeconds, StageTimes
 
 TP_COLLECTIVES = 4
 """All-gathers and reduce-scatters of all rows in a block's forward, and as many in its backward (Korthikanti et al.,
@@ -28,90 +27,6 @@ EXCHANGES = 2
 """Times that a layer's rows travel between ranks in a forward, to experts and back; their gradients as often."""
 ADAM_BYTES = 28
 """Bytes that Adam moves per trained parameter: reads gradient, master and two moments, and writes the last three."""
-
-
-class Line(NamedTuple):
-    """A line of the seconds of sequences: ``fixed + per_row * rows + per_pair * sum of squared lengths``."""
-
-    fixed: float
-    per_row: float
-    per_pair: float
-
-    def of(self, rows: Num[np.ndarray, "*n"], squares: Num[np.ndarray, "*n"]) -> Float64[np.ndarray, "*n"]:
-        """Return the seconds of each entry; zero without rows."""
-        return np.where(rows > 0, self.fixed + self.per_row * rows + self.per_pair * squares, 0.0)
-
-    def plus(self, other: Line, times: float = 1.0) -> Line:
-        """Return the seconds of both in sequence, the second ``times`` over."""
-        fixed, per_row, per_pair = other
-        return Line(self.fixed + times * fixed, self.per_row + times * per_row, self.per_pair + times * per_pair)
-
-    def shared(self, ranks: float) -> Line:
-        """Divide the parts that grow with rows among so many ranks."""
-        return Line(self.fixed, self.per_row / ranks, self.per_pair / ranks)
-
-
-NOTHING = Line(0.0, 0.0, 0.0)
-
-
-class BlockSeconds(NamedTuple):
-    """The measured seconds of one block on one rank, without the collectives of tensor parallelism."""
-
-    forward: Line
-    backward: Line
-    """Whole backward; :data:`NOTHING` if no gradient has to reach its rows and nothing of it trains."""
-    input: Line
-    """Half of the backward for the rows; :data:`NOTHING` if no gradient has to reach them."""
-    weight: Line
-    """Half of the backward for the weights; :data:`NOTHING` if none of them trains."""
-
-
-ModuleSeconds = Mapping[int, Sequence[BlockSeconds]]
-"""Ranks of tensor parallelism -> every block of a module."""
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """The seconds of one stage's actions on each rank of an instance."""
-
-    forward: Line
-    input: Line
-    """Gradient of the rows; includes a recomputed forward, which is in ``weight`` if there is no such gradient."""
-    weight: Line
-    """Gradient of the weights."""
-    gather: float
-    """All-gather of its parameters."""
-    reduce: float
-    """Sum of its gradients over data-parallel ranks."""
-    once: bool
-    """Whether both collectives run once per step; otherwise they run in every microbatch."""
-    after: float
-    """Time after the step's last backward: the optimizer, and the sum of replicated gradients."""
-    overlapped: bool = False
-    """Whether collectives once per step overlap compute: UNSHARD and REDUCE then take no time of their own."""
-    beside: bool = True
-    """Whether collectives of every microbatch overlap its compute; otherwise they take the cores from it."""
-    whole: Line | None = None
-    """Measured backward in one piece; None: not measured."""
-
-    @cached_property
-    def backward(self) -> Line:
-        """Return a backward in one piece."""
-        return self.input.plus(self.weight) if self.whole is None else self.whole
-
-    def seconds(
-        self, kind: Kind, rows: Num[np.ndarray, "*n"], squares: Num[np.ndarray, "*n"]
-    ) -> Float64[np.ndarray, "*n"]:
-        """Return the seconds of an action over so many rows, per instance."""
-        if kind in ("UNSHARD", "REDUCE"):
-            alone = self.gather if kind == "UNSHARD" else self.reduce
-            return np.full(np.shape(rows), 0.0 if self.overlapped else alone)
-        line = {"F": self.forward, "I": self.input, "W": self.weight, "B": self.backward}[kind]
-        seconds = line.of(rows, squares)
-        if self.once:
-            return seconds
-        collectives = self.gather if kind == "F" else self.gather + self.reduce
-        return np.maximum(seconds, collectives) if self.beside else seconds + collectives
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float64
 from scipy.optimize import nnls
 
-from hetero_strategy.simulator.cost_model import NOTHING, Line
+from hetero_strategy.simulator.stage_times import NOTHING, Line
 
 
 def relative_fit(

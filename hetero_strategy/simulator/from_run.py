@@ -17,17 +17,8 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.spec import ModelSpec
 from hetero_strategy.schedule.action import Kind, StageId
 from hetero_strategy.simulator.cluster import Cluster
-from hetero_strategy.simulator.cost_model import (
-    NOTHING,
-    BlockSeconds,
-    Line,
-    ModuleSeconds,
-    Precision,
-    RankCollectives,
-    block_lines,
-    exchanges,
-    rank_collectives,
-)
+from hetero_strategy.simulator.cost_model import Precision, RankCollectives, block_lines, exchanges, rank_collectives
+from hetero_strategy.simulator.stage_times import NOTHING, BlockSeconds, Line, ModuleSeconds
 
 StageSeconds = Mapping[StageId, Mapping[Kind, Line]]
 """Seconds of F, and of B or of I and W, of one instance of a stage."""

@@ -24,10 +24,10 @@ from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.schedule.action import Action, Kind, Schedule, StageGraph, StageId
 from hetero_strategy.schedule.graph import sizes_of
 from hetero_strategy.simulator.cluster import Links, same_ranks
-from hetero_strategy.simulator.cost_model import NOTHING, Line
 from hetero_strategy.simulator.fit_lines import fit
 from hetero_strategy.simulator.result import Host, Simulation
 from hetero_strategy.simulator.simulate import RowsSent, Widths, pairs, rows_between, simulate
+from hetero_strategy.simulator.stage_times import NOTHING, Line
 
 DRAWS = 15
 """Number of simulations of a step; the median one counts."""

@@ -21,7 +21,8 @@ from hetero_strategy.plan.step_plan import StepItems
 from hetero_strategy.planner.candidate import Candidate
 from hetero_strategy.planner.evaluate import Evaluator
 from hetero_strategy.profiling.blocks import fit, packings, profile
-from hetero_strategy.simulator.cost_model import NOTHING, BlockSeconds, CostModel, Line, module_times
+from hetero_strategy.simulator.cost_model import CostModel, module_times
+from hetero_strategy.simulator.stage_times import NOTHING, BlockSeconds, Line
 from hetero_strategy.strategy.blueprint import Options, blueprint
 from hetero_strategy.testing import Setting
 from hetero_strategy.testing.plans import cluster, module

@@ -17,7 +17,8 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model.read_spec import spec_of
 from hetero_strategy.profiling.blocks import Fit, Profiled
 from hetero_strategy.profiling.cache import _profiled, memory_model, seconds_of, structure
-from hetero_strategy.simulator.cost_model import BlockSeconds, Line, Precision
+from hetero_strategy.simulator.cost_model import Precision
+from hetero_strategy.simulator.stage_times import BlockSeconds, Line
 from hetero_strategy.testing import Setting
 
 ALONE, CPU = ModuleLayout((0,)), torch.device("cpu")

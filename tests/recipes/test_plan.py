@@ -17,7 +17,8 @@ from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.evaluate import Evaluator
 from hetero_strategy.planner.explain import explain, unfilled
 from hetero_strategy.planner.ranking import Answer, Ranked
-from hetero_strategy.simulator.cost_model import MIXED, NOTHING, BlockSeconds, CostModel, Line
+from hetero_strategy.simulator.cost_model import MIXED, CostModel
+from hetero_strategy.simulator.stage_times import NOTHING, BlockSeconds, Line
 from hetero_strategy.testing import Pool
 from hetero_strategy.testing.plans import batch, cluster, model
 from recipes.plan import SHOWN, bubbles, candidates, modules, reasons

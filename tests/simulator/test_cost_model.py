@@ -15,7 +15,8 @@ from hetero_strategy.layout.row_sharding import REPLICATED
 from hetero_strategy.model.read_spec import trained_share
 from hetero_strategy.model.spec import ModuleSpec
 from hetero_strategy.simulator.cluster import Cluster, Device, Links, OwnWork, Sharding
-from hetero_strategy.simulator.cost_model import Line, Overlap, Precision, StageTimes, exposed, module_times
+from hetero_strategy.simulator.cost_model import Overlap, Precision, exposed, module_times
+from hetero_strategy.simulator.stage_times import Line, StageTimes
 from hetero_strategy.testing import plans
 
 DEVICE = Device("toy", flops=1000.0, memory=1e9, memory_bandwidth=100.0, matmul=0.5, attention=0.25, launch=0.125)

@@ -15,16 +15,9 @@ from hetero_strategy.model.spec import ModelSpec
 from hetero_strategy.planner.estimate import Estimates
 from hetero_strategy.planner.space import Degrees
 from hetero_strategy.schedule.action import StageId
-from hetero_strategy.simulator.cost_model import (
-    NOTHING,
-    BlockSeconds,
-    CostModel,
-    Line,
-    Precision,
-    StageTimes,
-    module_times,
-)
+from hetero_strategy.simulator.cost_model import CostModel, Precision, module_times
 from hetero_strategy.simulator.from_run import Measured
+from hetero_strategy.simulator.stage_times import NOTHING, BlockSeconds, Line, StageTimes
 from hetero_strategy.testing.plans import batch, cluster, model
 
 CLUSTER, PRECISION = cluster(8), Precision(4, 4)
