@@ -173,15 +173,17 @@ def _trains_before(stage: Adapter, units: Mapping[str, nn.Module]) -> bool:
 
 
 class _Joined(torch.autograd.Function):
-    """A function that returns its rows and makes them depend on more tensors. These get no gradient, but a backward
-    runs their hooks.
+    """A function that returns its rows and makes them depend on more tensors, whose hooks a backward then runs.
+
+    These get no gradient, or an empty one if they are empty: rows that nothing else reads would come to a DTensor
+    without a gradient, for which torch makes a plain tensor and fails.
     """
 
     @staticmethod
     def forward(ctx, rows: Tensor, *others: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.others = len(others)
+        ctx.gradients = [None if x.numel() else torch.zeros_like(x) for x in others]
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
-        return gradient, *[None] * ctx.others
+        return gradient, *ctx.gradients

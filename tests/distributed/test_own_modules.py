@@ -271,12 +271,14 @@ def test_parts_that_run_as_often_as_a_rank_likes_where_gradients_are_summed_once
 
 
 def test_rows_joined_item_by_item_where_a_rank_has_none(pool: Pool, tmp_path: Path) -> None:
-    """Blocks that compute one row in place of none (Whisper's) are not joined to what follows from nothing."""
-    both = on(0, 1, dp_shard=2)
+    """Blocks that compute one row in place of none (Whisper's) are not joined to what follows from nothing, and a
+    backward of tensor-parallel blocks without rows has gradients.
+    """
+    layouts = {"vision": on(0, 1, 2, 3, dp_shard=2, tp=2), "audio": on(0, 1, dp_shard=2), "llm": on(0)}
     folders = {False: stepping.data(tmp_path, draws=False)}
-    setting = setting_of(folders, {"vision": both, "audio": both, "llm": on(0)}, "1f1b", per_item=("vision", "audio"))
+    setting = setting_of(folders, layouts, "1f1b", per_item=("vision", "audio"))
     wanted = expected_of(setting)
-    compare(wanted, pool.run(2, stepping.steps_on_rank, setting, wanted, (4, 9), timeout=120))
+    compare(wanted, pool.run(4, stepping.steps_on_rank, setting, wanted, (4, 9), timeout=120))
 
 
 @pytest.mark.full
