@@ -52,7 +52,9 @@ class HFComposedLM(HFCausalLM):
         keep_only(self.model, (path, self.head_path), loose=False)
         self.deepstack, self.first_blocks = deepstack, max(1, deepstack)
         self.width = self.hidden_width * (1 + deepstack)
+        causal = self.kind.rules  # of each window; none without windows
         self.kind = HFTextKind(model_class.__name__, config.to_dict(), self.windows)
+        self.kind.rules = {**(self.kind.rules or causal)}
 
     @override
     def forward(

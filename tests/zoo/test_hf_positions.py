@@ -12,9 +12,14 @@ import pytest
 import torch
 
 from hetero_strategy.errors import ModelError
+from hetero_strategy.layout.row_sharding import two_chunks
 from hetero_strategy.mask import BidirectionalItems
+from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.kind import PlacedItems
+from hetero_strategy.model.packing_errors import LENGTHS, Meeting
+from hetero_strategy.testing import packing_errors
 from hetero_strategy.testing.composites import built, model_class, tiny
+from hetero_strategy.testing.setting import in_dtype
 from hetero_strategy.zoo import hf_positions
 from hetero_strategy.zoo.hf_composed import HFComposedLM, decoder_path, whole_of
 from hetero_strategy.zoo.hf_positions import POSITIONS, HFTextKind
@@ -136,3 +141,34 @@ def test_a_rule_of_ones_own_replaces_that_of_a_composite(model_type: str) -> Non
     wanted = torch.block_diag(*(torch.ones(n, n).tril() for n in (13, 7, 3)))
     wanted[5:9, 5:9] = 1
     assert torch.equal(seen(pickle.loads(pickle.dumps(llm.kind)).inputs(units)), wanted.bool())
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "mistral3", "gemma3"])
+def test_context_parallel_ranks_receive_the_keys_in_windows_alone(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are those of one process; layers of Qwen2.5-VL and of Gemma 3 are with and without a window."""
+    config = tiny(model_type)
+    text = config.text_config
+    text.sliding_window, text.use_sliding_window = 4, True
+    if model_type != "mistral3":
+        text.layer_types = ["sliding_attention", "full_attention"] * 2
+    path = decoder_path("llm", whole_of(model_class(model_type), config))
+    llm = MultimodalModel({"llm": HFComposedLM(model_class(model_type), config, path=path)}).double().eval().llm
+    exchange, received = Meeting.exchange, [list[int](), list[int]()]
+
+    def counted(meeting: Meeting, rank: int, parts: Any, counts: Any) -> torch.Tensor:
+        received[rank].append(sum(counts))
+        return exchange(meeting, rank, parts, counts)
+
+    monkeypatch.setattr(Meeting, "exchange", counted)
+    with in_dtype(torch.float64):
+        assert packing_errors(llm)["context"] < 1e-12
+    first = np.repeat(np.cumsum(LENGTHS) - LENGTHS, LENGTHS)
+    windows = [window for of in llm.block_windows() for window in of]
+    for own, counts in zip(two_chunks(len(first), 2).tolist(), received, strict=True):
+        seen = {
+            window: {k for row in own for k in range(max(first[row], row + 1 - (window or 99)), row + 1)}
+            for window in (4, None)
+        }
+        assert counts == [len(seen[window].difference(own)) for window in windows]
