@@ -288,7 +288,8 @@ class StepDataset(Dataset[Batch]):
         if module in self.share.cp and self.kinds[module].samplewise:
             rank, ranks, by_heads = self.share.cp[module]
             dealt, windows = assignment.dealt(instance, ranks), self.kinds[module].rules
-            inputs = in_context(inputs, rank, dealt, windows, by_heads=by_heads)
+            scores = module not in self.share.without_last
+            inputs = in_context(inputs, rank, dealt, windows, by_heads=by_heads, scores=scores)
         return inputs if self.compute_dtype is None else inputs.narrowed(self.compute_dtype)
 
     def _placed(

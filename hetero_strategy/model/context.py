@@ -67,6 +67,7 @@ def in_context(
     windows: Collection[int | None] = (),
     *,
     by_heads: bool = False,
+    scores: bool = True,
 ) -> SequenceInputs:
     """Return the part of an instance's inputs of one context-parallel rank.
 
@@ -76,6 +77,7 @@ def in_context(
         dealt: rows of each rank, ascending.
         windows: windows of the layers, None for those without one; empty: not known.
         by_heads: whether ranks exchange rows for heads, and have contiguous parts, rather than send keys.
+        scores: whether the rank has the head, which needs labels.
 
     Raises:
         ModelError: the inputs are not plain token sequences.
@@ -93,7 +95,8 @@ def in_context(
         part = replace(part, masks={}, context=HeadExchange(rank, ranks, packing))
     else:
         part = _with_keys(part, packing, rank, dealt, windows or (None,))
-    return replace(inputs.cut(own_rows), packing=part, spread=spread_labels(inputs, rank, dealt))
+    spread = spread_labels(inputs, rank, dealt) if scores else None
+    return replace(inputs.cut(own_rows), packing=part, spread=spread)
 
 
 def _with_keys(

@@ -17,44 +17,31 @@ from torch import Tensor
 
 from hetero_strategy import ragged
 from hetero_strategy.model.all_to_all import Sizes, all_to_all
-from hetero_strategy.model.inputs import IGNORE, Movable, SequenceInputs
+from hetero_strategy.model.inputs import IGNORE, Movable, SequenceInputs, host_index
 
 
 @dataclass(eq=False)
 class SpreadLabels(Movable):
-    """The labels of an instance, and those of them that one of its context-parallel ranks scores, n."""
+    """The n labels that one context-parallel rank of an instance scores, and the way of their rows."""
 
-    rank: int
-    """Context-parallel coordinate of this rank."""
-    ranks: int
-    """Number of context-parallel ranks."""
-    labels: np.ndarray
-    """int64 ``[L, 4]``, on the host: rank that has the row, sequence, number among the labels of its sequence, and
-    label; by rank, rows ascending."""
     own: np.ndarray
     """int64 ``[n, 2]``, on the host: sequence of each label that this rank scores, and its number there."""
     tokens: Tensor
     """int64 ``[n]``: these labels."""
     sequence: Tensor
     """int64 ``[n]``: their sequences."""
+    leaving: np.ndarray
+    """int64, on the host: sequences of the labels of this rank's rows, which it sends in this order."""
     sizes: tuple[Sizes, Sizes] | None
     """Rows sent to each rank, and received from it; None: each rank scores its own rows."""
 
-    @staticmethod
-    def of(rank: int, ranks: int, labels: Int64[np.ndarray, "labels 4"]) -> SpreadLabels:
-        """Spread labels, of all ranks, for one rank; arguments are fields."""
-        sent = _spread(np.bincount(labels[:, 0], minlength=ranks))
-        scores = np.repeat(np.tile(np.arange(ranks), ranks), sent.reshape(-1))
-        own = labels[scores == rank]
-        stay = int(np.trace(sent)) == len(labels)
-        sizes = None if stay else (tuple(sent[rank].tolist()), tuple(sent[:, rank].tolist()))
-        sequence, tokens = (torch.from_numpy(own[:, column].copy()) for column in (1, 3))
-        return SpreadLabels(rank, ranks, labels, own[:, 1:3], tokens, sequence, sizes)
-
     def silenced(self, bad: Bool[np.ndarray, "sequences"]) -> SpreadLabels:
-        """Spread the labels that are not of bad sequences."""
-        of_good = self.labels[~bad[self.labels[:, 1]]]
-        return SpreadLabels.of(self.rank, self.ranks, of_good).to(self.tokens.device)
+        """Return the labels that are not of bad sequences; the ranks that score them stay."""
+        scored, leaving = ~bad[self.own[:, 0]], ~bad[self.leaving]
+        at, sizes = host_index(np.flatnonzero(scored), self.tokens), self.sizes
+        if sizes is not None:
+            sizes = _among(sizes[0], leaving), _among(sizes[1], scored)
+        return SpreadLabels(self.own[scored], self.tokens[at], self.sequence[at], self.leaving[leaving], sizes)
 
     def scored(self, rows: Tensor, group: str) -> Tensor:
         """Return the rows that this rank scores ``[n, width]``, from its labelled rows; a collective if rows move.
@@ -71,14 +58,27 @@ def spread_labels(inputs: SequenceInputs, rank: int, dealt: Int64[np.ndarray, "r
     Args:
         dealt: rows of each rank, ascending.
     """
-    has_label, sequence = inputs.labels.numpy() != IGNORE, inputs.packing.sequence.numpy()
-    number, starts = ragged.offsets(has_label), ragged.starts(inputs.packing.lengths)
+    ranks, labels = len(dealt), inputs.labels.numpy()
+    has_label, of_row = labels != IGNORE, inputs.packing.sequence.numpy()
     owner, place = np.nonzero(has_label[dealt])
     row = dealt[owner, place]
-    numbers = number[row] - number[starts[sequence[row]]]
-    return SpreadLabels.of(
-        rank, len(dealt), np.stack([owner, sequence[row], numbers, inputs.labels.numpy()[row]], axis=1)
+    sent = _spread(np.bincount(owner, minlength=ranks))
+    scored = row[np.repeat(np.tile(np.arange(ranks), ranks), sent.reshape(-1)) == rank]
+    sequence, before = of_row[scored], ragged.offsets(has_label)
+    number = before[scored] - before[ragged.starts(inputs.packing.lengths)[sequence]]
+    stay = int(np.trace(sent)) == len(row)
+    return SpreadLabels(
+        own=np.stack([sequence, number], axis=1),
+        tokens=torch.from_numpy(labels[scored]),
+        sequence=torch.from_numpy(sequence),
+        leaving=of_row[row[owner == rank]],
+        sizes=None if stay else (tuple(sent[rank].tolist()), tuple(sent[:, rank].tolist())),
     )
+
+
+def _among(sizes: Sizes, chosen: Bool[np.ndarray, "rows"]) -> Sizes:
+    """Return the numbers of chosen rows among runs of these sizes."""
+    return tuple(np.diff(ragged.offsets(chosen)[ragged.offsets(np.array(sizes))]).tolist())
 
 
 def _spread(counts: Int64[np.ndarray, "ranks"]) -> Int64[np.ndarray, "ranks ranks"]:

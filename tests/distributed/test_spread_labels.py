@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from hetero_strategy.model import context
 from hetero_strategy.model.inputs import SequenceInputs
 from hetero_strategy.model.spread_labels import SpreadLabels
 from hetero_strategy.testing import Pool
@@ -91,6 +92,11 @@ def test_gradients_are_those_of_one_process(
     check(pool, [*settings, replace(settings[0], precision="32-true")])
 
 
+def test_ranks_without_the_head_have_no_labels_to_score(folders: dict[bool, str]) -> None:
+    for inputs in inputs_on(setting_with(folders, 2, "1f1b"), 2):
+        assert [own.spread is None for own in inputs] == [True, True, False, False]
+
+
 def test_labels_on_one_rank_and_on_none(pool: Pool, folders: dict[bool, str]) -> None:
     """A sample a microbatch, on one of two instances: the other has no label."""
     setting = setting_with(folders, 2, "dp")
@@ -107,13 +113,13 @@ def test_a_label_off_by_one_is_noticed(pool: Pool, folders: dict[bool, str]) -> 
 
 def with_labels_off_by_one(rank: int, world: int, setting: Setting, wanted: Reference) -> Run:
     """A step in which each label of the rows that rank 0 scores is that of the row before."""
-    original = SpreadLabels.of
+    original = context.spread_labels
 
-    def off(place: int, ranks: int, labels: np.ndarray) -> SpreadLabels:
-        spread = original(place, ranks, labels)
+    def off(inputs: SequenceInputs, place: int, dealt: np.ndarray) -> SpreadLabels:
+        spread = original(inputs, place, dealt)
         return spread if place else replace(spread, tokens=spread.tokens.roll(1))
 
-    with mock.patch.object(SpreadLabels, "of", off):
+    with mock.patch.object(context, "spread_labels", off):
         return steps_on_rank(rank, world, setting, wanted, (2,))
 
 

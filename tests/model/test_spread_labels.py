@@ -56,19 +56,21 @@ def test_each_rank_scores_as_many_rows_with_their_labels(labelled: str, order: s
     drawn = np.random.default_rng(ranks).permutation(48).reshape(ranks, -1)
     dealt = two_chunks(48, ranks) if order == "two chunks" else np.sort(drawn, axis=1)
     parts = [in_context(whole, rank, dealt) for rank in range(ranks)]
-    for bad in (None, np.array([True])):
-        if bad is not None:
-            whole, parts = whole.silenced(bad), [own.silenced(bad) for own in parts]
-        check(whole, parts)
+    check(whole, parts)
+    total = len(whole.labels[whole.labels != IGNORE])
+    assert max(len(spread_of(own).tokens) for own in parts) == -(-total // ranks)
+    for bad in ([True], [False, True, True]):
+        sequences = np.array(bad[: len(whole.packing.lengths)])
+        check(whole.silenced(sequences), [own.silenced(sequences) for own in parts])
 
 
 def check(whole: SequenceInputs, parts: list[SequenceInputs]) -> None:
+    """Each label is scored once, by the rank to which its row goes."""
     assert whole.labelled is not None
     of = whole.packing.sequence[whole.labelled].tolist()
     numbers = {row: [s, of[:at].count(s)] for at, (row, s) in enumerate(zip(whole.labelled.tolist(), of, strict=True))}
     scored = exchanged(parts)
-    counts = [len(rows) for rows in scored]
-    assert sum(counts) == len(numbers) and max(counts) == -(-len(numbers) // len(parts))
+    assert sum(map(len, scored)) == len(numbers)
     for rows, own in zip(scored, parts, strict=True):
         spread = spread_of(own)
         assert spread.tokens.tolist() == (rows + 100).tolist()
