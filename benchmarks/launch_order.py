@@ -388,6 +388,10 @@ def layouts(ranks: int) -> dict[str, dict[str, ModuleLayout]]:
             "audio": ModuleLayout(range(quarter, half), dp_shard=quarter),
             "llm": ModuleLayout(range(half, ranks), pp=2, dp_shard=quarter),
         },
+        "pipeline, experts in balance": {
+            "vision": ModuleLayout(all_, dp_shard=ranks),
+            "llm": ModuleLayout(all_, pp=2, dp_shard=half),
+        },
     }
 
 
@@ -395,7 +399,7 @@ def setting_of(name: str, placed: Mapping[str, ModuleLayout], ranks: int) -> Set
     """A model as small as it can be: what is measured does not depend on its size."""
     return Setting(
         name, placed, vision=(64, 2), audio=(64, 2), llm=(128, 4), samples=2 * ranks, microbatches=4, cells=(1, 2),
-        clip=(2, 6), text=(8, 16),
+        clip=(2, 6), text=(8, 16), **({"experts": 4, "balance_loss": 0.1} if "experts" in name else {}),
     )  # fmt: skip
 
 

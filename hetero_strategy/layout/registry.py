@@ -38,10 +38,9 @@ class GroupRegistry:
     Args:
         placement: resolved layouts; modules are visited in its order on every rank.
         rank_sets_needed: further rank sets that need a group, in the same order on every rank: owners of shared
-            weights.
+            weights, ranks that sum choices of experts.
         device_type: ``"cuda"`` or ``"cpu"``; never guessed.
         timeout: limit of every collective in the groups created here.
-        with_balance: names of modules with a loss on the balance of their experts.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class GroupRegistry:
         rank_sets_needed: Iterable[Iterable[int]],
         device_type: str,
         timeout: timedelta | None = None,
-        with_balance: Iterable[str] = (),
     ) -> None:
         self.device_type = device_type
         self._timeout, self._placement = timeout, placement
@@ -67,9 +65,6 @@ class GroupRegistry:
         contexts, exchanges = context_sets(placement), exchange_sets(placement)
         self._contexts = dict(zip(contexts, self._new(contexts), strict=True))
         self._exchanges = dict(zip(exchanges, self._new(exchanges), strict=True))
-        # A stage starts to sum before later stages come, while their ranks may run anything else.
-        balances = [(name, ranks) for name in with_balance for ranks in balance_sets(placement.layouts[name])]
-        self._balances = dict(zip(balances, self._new([ranks for _, ranks in balances]), strict=True))
         layouts = placement.layouts.items()
         self._meshes = {name: self._mesh(name, layout, mesh_sizes(layout)) for name, layout in layouts}
         self._expert_meshes = {name: self._mesh(name, x, expert_sizes(x)) for name, x in layouts if x.ep > 1}
@@ -103,12 +98,6 @@ class GroupRegistry:
         lines = (ranks for ranks in context_sets(replace(self._placement, layouts=layouts)) if self._rank in ranks)
         return next((self._contexts[ranks] for ranks in lines), None)
 
-    def balanced(self, module: str) -> dist.ProcessGroup | None:
-        """Return the group of the ranks of all stages and instances that have this rank's tensor-parallel coordinate,
-        for a module with a loss on the balance of its experts; None: it has none, or this rank is alone.
-        """
-        return next((g for (name, ranks), g in self._balances.items() if name == module and self._rank in ranks), None)
-
     def channels(self, sets: Sequence[tuple[int, ...]]) -> list[dist.ProcessGroup | None]:
         """Return a group for each rank set, whose messages never wait for other channels; None as in :meth:`group`.
 
@@ -126,14 +115,13 @@ class GroupRegistry:
     @property
     def created(self) -> tuple[tuple[int, ...], ...]:
         """Return the rank sets of groups created at start, in one order on every rank, without ranks alone."""
-        balances = (ranks for _, ranks in self._balances)
-        return tuple(r for r in (*self._groups, *self._contexts, *self._exchanges, *balances) if len(r) > 1)
+        return tuple(ranks for ranks in (*self._groups, *self._contexts, *self._exchanges) if len(ranks) > 1)
 
     def limit(self, timeout: timedelta) -> None:
         """Limit collectives of the world and of modules to this time. Groups on the host keep theirs: reading and
         writing files during training may take longer than a step.
         """
-        tables = (self._groups, self._contexts, self._exchanges, self._balances)
+        tables = (self._groups, self._contexts, self._exchanges)
         for group in (*(group for table in tables for group in table.values()), *self._channels):
             if group is not None:
                 _set_pg_timeout(timeout, group)
@@ -296,11 +284,10 @@ def exchange_sets(placement: Placement) -> list[tuple[int, ...]]:
 
 
 def balance_sets(layout: ModuleLayout) -> list[tuple[int, ...]]:
-    """List the rank sets of :meth:`GroupRegistry.balanced`, in the one order in which all ranks create their groups.
-    Pure.
+    """List the rank sets that sum the choices of experts of a module with a loss on their balance: the ranks of its
+    last stage, of all instances, that have one tensor-parallel coordinate. Pure.
     """
-    slices = np.stack(list(layout.grid())).reshape(-1, layout.tp)
-    return [tuple(sorted(int(rank) for rank in ranks)) for ranks in slices.T if len(ranks) > 1]
+    return _lines(layout.stage_grid(layout.pipeline.stages - 1).reshape(-1, layout.tp), 0)
 
 
 def expert_sizes(layout: ModuleLayout) -> dict[str, int]:

@@ -74,6 +74,7 @@ def spec_of_module(module: Adapter) -> ModuleSpec:
         rules=_rules(module, len(stages)),
         own_units=module.kind.has_own_units,
         experts=_experts(stages, module) if module.experts() else None,
+        balanced=0 if module.routing is None else module.routing.experts * bool(module.routing.balance),
     )
 
 

@@ -2,8 +2,11 @@
 
 The loss is that of Switch Transformers (arXiv:2101.03961, eq. 4-6) as transformers has it, over all layers together:
 ``E * sum_e f_e P_e``, with the share ``f`` of rows that visit an expert and its mean probability ``P``. Both are of all
-instances' rows in a microbatch, and a step's loss is the mean over microbatches, weighted by their rows. Biases are
-those of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): they change which experts are chosen, and no weights.
+instances' rows in a microbatch, and a step's loss is the mean over microbatches, weighted by their rows. In a pipeline
+each stage adds its part of both sums and passes them on; the last stage sums the counts over instances, and they come
+back with gradients.
+
+Biases are those of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): they change which experts are chosen, and no weights.
 
 Only real rows count: neither alignment rows nor the row of an instance without samples.
 """
@@ -11,10 +14,9 @@ Only real rows count: neither alignment rows nor the row of an instance without 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +62,8 @@ class Tally:
     rows: Tensor
     """int64 ``[layers, experts]``: rows that chose each expert."""
     likeliest: Tensor
-    """int64 ``[experts]``: rows of all layers that have the expert among their k most probable, before biases."""
+    """fp64 ``[experts]``: rows that have the expert among their k most probable, before biases; of all layers so far,
+    in this stage and the stages before it. Numbers of rows are exact up to 2^53."""
     probabilities: Tensor
     """fp64 ``[experts]``: sum over the same rows."""
     by_autograd: bool = False
@@ -71,6 +74,10 @@ class Tally:
     """bool ``[T]``: whether each row is one of a sequence."""
     slope: Tensor | None = None
     """``[experts]``: gradient of the loss with respect to :attr:`probabilities`; None: zero."""
+
+    def sums(self) -> Tensor:
+        """Return the row that the next stage takes, fp64 ``[1, 2 * experts]``."""
+        return torch.cat([self.likeliest, self.probabilities])[None]
 
     def begin(self, sequence: Tensor, rows: int) -> None:
         """Note the sequence of each row, int64 ``[T]``, of which the first ``rows`` came in."""
@@ -93,7 +100,7 @@ def count_choices(routing: Routing, number: int, router: nn.Module, inputs: Any,
         with torch.set_grad_enabled(tally.by_autograd and torch.is_grad_enabled()):
             probabilities = _softmax(logits)
             visits = probabilities.topk(chosen.shape[-1], dim=-1).indices
-            tally.likeliest += _histogram(visits, real, routing.experts)
+            tally.likeliest = tally.likeliest + _histogram(visits, real, routing.experts)
             tally.probabilities = tally.probabilities + (probabilities * real[:, None]).sum(0, dtype=torch.float64)
     if tally.by_autograd or not torch.is_grad_enabled():
         return None
@@ -140,8 +147,7 @@ class StepRouting:
         rows: rows of each microbatch on all ranks, without alignment.
         into: fp64 ``[layers, experts]`` and fp64 scalar, to which choices and the loss are added.
         seed: factor of the module's loss, a number or a scalar tensor; None: it is not used.
-        group: ranks among which the loss of a microbatch is one: all stages and all instances; None: this rank alone.
-        stages: microbatch -> number of forwards on this rank; default: one each.
+        group: ranks of the last stage that have rows of their own, of all instances; None: this rank alone.
     """
 
     def __init__(
@@ -152,48 +158,55 @@ class StepRouting:
         *,
         seed: float | Tensor | None = 1.0,
         group: dist.ProcessGroup | None = None,
-        stages: Mapping[int, int] | None = None,
     ) -> None:
         self.routing, self._rows, self._into = routing, rows, into
-        self._seed, self._group, self._stages = seed, group, stages or {}
-        self._open: dict[int, list[Tally]] = {}
+        self._seed, self._group = seed, group
         self._sums: dict[int, tuple[Tensor, Tensor, dist.Work | None]] = {}
-        """Microbatch -> ``likeliest``, of all ranks once the work is done, and own ``probabilities``."""
+        """Microbatch -> ``likeliest``, of all instances once the work is done, and own ``probabilities``."""
 
-    def tally(self, units: int, *, by_autograd: bool = False) -> Tally:
-        """Return an empty tally for a forward of ``units`` sequences."""
-        routing, device = self.routing, self._into[0].device
-        zeros = partial(torch.zeros, device=device)
-        rows = zeros(len(routing.routers), routing.experts, dtype=torch.int64)
-        likeliest = zeros(routing.experts, dtype=torch.int64)
-        return Tally(units, rows, likeliest, zeros(routing.experts, dtype=torch.float64), by_autograd)
+    def tally(self, units: int, before: Tensor | None = None, *, by_autograd: bool = False) -> Tally:
+        """Return a tally for a forward of ``units`` sequences.
 
-    def add(self, microbatch: int, tally: Tally) -> None:
-        """Add the choices of a forward; after the rank's last one of a microbatch, start to sum over ranks."""
+        Args:
+            units: number of sequences.
+            before: :meth:`Tally.sums` of the stage before; None: this is the first stage.
+            by_autograd: see :class:`Tally`.
+        """
+        routing, into = self.routing, self._into[0]
+        rows = torch.zeros(len(routing.routers), routing.experts, dtype=torch.int64, device=into.device)
+        if before is None:
+            before = torch.zeros(2, routing.experts, dtype=torch.float64, device=into.device)
+        likeliest, probabilities = before.view(2, -1)
+        return Tally(units, rows, likeliest, probabilities, by_autograd)
+
+    def add(self, microbatch: int, tally: Tally, *, last: bool = True) -> None:
+        """Add the choices of a forward; in the ``last`` stage start to sum a microbatch over instances."""
         self._into[0].add_(tally.rows)
-        if not self.routing.balance:
+        if not self.routing.balance or not last:
             return
-        tallies = self._open.setdefault(microbatch, [])
-        tallies.append(tally)
-        if len(tallies) < self._stages.get(microbatch, 1):
-            return
-        del self._open[microbatch]
-        likeliest = torch.stack([each.likeliest for each in tallies]).sum(0)
-        probabilities = torch.stack([each.probabilities for each in tallies]).sum(0)
+        likeliest, probabilities = tally.likeliest, tally.probabilities
         work = None if self._group is None else dist.all_reduce(likeliest, group=self._group, async_op=True)
         self._sums[microbatch] = likeliest, probabilities, work
 
-    def slope(self, microbatch: int) -> Tensor | None:
-        """Return :attr:`Tally.slope` of a microbatch that has run forward on all ranks."""
-        if microbatch not in self._sums or self._seed is None:
+    def likeliest(self, microbatch: int) -> Tensor | None:
+        """Return, in the last stage, the counts of all layers and instances, fp64 ``[1, experts]``; None: no loss."""
+        if microbatch not in self._sums:
             return None
         likeliest, _, work = self._sums[microbatch]
         if work is not None:
             work.wait()
-        return likeliest.double() * (self._scale(microbatch) * self.routing.balance * self._seed)
+        return likeliest[None]
+
+    def slope(self, microbatch: int, likeliest: Tensor | None) -> Tensor | None:
+        """Return :attr:`Tally.slope` from the counts of all layers and instances."""
+        if likeliest is None or self._seed is None:
+            return None
+        return likeliest[0] * (self._scale(microbatch) * self.routing.balance * self._seed)
 
     def finish(self) -> Tensor:
-        """Add this rank's part of the loss, once all microbatches have run; return it times coefficient and seed."""
+        """Add the loss of this rank's rows, in the last stage once all microbatches have run; return it times
+        coefficient and seed.
+        """
         loss = torch.zeros_like(self._into[1])
         for microbatch, (likeliest, probabilities, work) in self._sums.items():
             if work is not None:
@@ -210,17 +223,23 @@ class StepRouting:
 
 @contextmanager
 def counting(
-    step: StepRouting | None, microbatch: int, units: int, *, by_autograd: bool = False
+    step: StepRouting | None,
+    microbatch: int,
+    units: int,
+    before: Tensor | None = None,
+    *,
+    last: bool = True,
+    by_autograd: bool = False,
 ) -> Iterator[Tally | None]:
-    """Count the choices of a forward of ``units`` sequences in a tally, if there are routers."""
+    """Count the choices of a forward in a tally, if there are routers; see :class:`StepRouting`."""
     if step is None:
         yield None
         return
-    tally = step.tally(units, by_autograd=by_autograd)
+    tally = step.tally(units, before, by_autograd=by_autograd)
     with running(step.routing, tally):
         yield tally
     tally.again = True
-    step.add(microbatch, tally)
+    step.add(microbatch, tally, last=last)
 
 
 @contextmanager

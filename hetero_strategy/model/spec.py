@@ -114,6 +114,8 @@ class ModuleSpec:
     """Whether its units are neither samples nor files."""
     experts: Experts | None = None
     """Sizes of its routed experts."""
+    balanced: int = 0
+    """Number of experts in a layer if it has a loss on their balance; 0: it has none."""
 
     @property
     def blocks(self) -> int:

@@ -48,7 +48,7 @@ class LocalStage:
         seat: coordinate of this rank in the stage's module.
         replicas: ranks with equal parameters that saw other data (``dp_replicate`` without FSDP).
         tensor_parallel: ranks that split an instance's layers.
-        balanced: ranks among which the balance of experts is one loss, see :meth:`GroupRegistry.balanced`.
+        balanced: ranks that sum the choices of experts, see :func:`balance_sets`.
     """
 
     def __init__(
@@ -258,8 +258,12 @@ class RunningStep:
             where = self.call, microbatch, seat.instance, seat.shard, self.device
             live.seed = stage.random_numbers.start(plan.metadata, *where, rows_of=stage.rows_of)
         units = plan.assignments[node.module][microbatch].of(seat.instance)
-        with counting(self.routed.get(node.module), microbatch, len(units)) as live.tally:
+        routed, (into, on) = self.routed.get(node.module), do.choices
+        before = None if routed is None or into is None else self.transport.take(into)
+        with counting(routed, microbatch, len(units), before, last=on is None) as live.tally:
             out = stage.forward(inputs, rows, hidden, differentiable=differentiable)
+        if live.tally is not None and on is not None:
+            self.transport.give(on, live.tally.sums())
         if stage.host is not None and stage.host.latest is not None:
             live.come_back = stage.host.latest.start
         if isinstance(out, torch.Tensor):
@@ -284,7 +288,7 @@ class RunningStep:
         if roots and live.come_back is not None:
             live.come_back()
         if live.tally is not None:
-            live.tally.slope = self.routed[do.action.node.module].slope(do.action.microbatch)
+            self._lead_back(do, live.tally)
         with running(stage.adapter.routing, live.tally):
             if do.action.kind == "I":
                 live.later = stage.inputs_first(roots, live.leaves)
@@ -296,6 +300,14 @@ class RunningStep:
                 self.transport.give(number, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
         live.leaves = []
         return begin
+
+    def _lead_back(self, do: RankAction, tally: Tally) -> None:
+        """Set the slope of a microbatch's loss on balance from the choices of all stages, and pass them on."""
+        routed, (into, on) = self.routed[do.action.node.module], do.choices
+        likeliest = routed.likeliest(do.action.microbatch) if into is None else self.transport.take(into)
+        tally.slope = routed.slope(do.action.microbatch, likeliest)
+        if on is not None and likeliest is not None:
+            self.transport.give(on, likeliest)
 
     def _weights(self, do: RankAction, stage: LocalStage) -> Mark:
         """W: run the half of a microbatch's backward for the weights."""

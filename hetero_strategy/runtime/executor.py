@@ -7,10 +7,9 @@ The program says what each action reads, where its rows go and when each transfe
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,7 @@ from hetero_strategy.runtime.agreement import Agreement, Unreached
 from hetero_strategy.runtime.payload import Payload, ToCuda
 from hetero_strategy.runtime.recorder import Recorder
 from hetero_strategy.schedule.action import StageId
-from hetero_strategy.schedule.compile import StepCompiler, StepProgram
+from hetero_strategy.schedule.compile import RankTransfer, StepCompiler, StepProgram
 
 Factors = Mapping[str, Factor | None]
 
@@ -84,6 +83,7 @@ class Executor:
     seeding: Seeding = field(init=False)
     """Switch for the seeding of modules."""
     unreached: Unreached = field(init=False)
+    _of_choices: dict[tuple[int, bool, int], Channel] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.recorder = Recorder(self.device, self.compiler)
@@ -174,7 +174,7 @@ class Executor:
         """Begin a step without running its actions: all actions of the batch's program, or some of them."""
         assert batch.index is not None
         plan = batch.plan
-        transfers = [(self.channels[t.edge, t.backward], t.transfer) for t in program.transfers]
+        transfers = [(self._channel(t), t.transfer) for t in program.transfers]
         self.unreached.noted.clear()
         sums = StepSums(
             self.modules,
@@ -203,13 +203,22 @@ class Executor:
             device=self.device,
             call=call,
             seeds=not self.seeding.idle,
-            routed=self._routed(sums, program, factors) if travels is Transport else {},
+            routed=self._routed(sums, factors) if travels is Transport else {},
         )
         return self.running
 
-    def _routed(self, sums: StepSums, program: StepProgram, factors: Factors) -> dict[str, StepRouting]:
+    def _channel(self, transfer: RankTransfer) -> Channel:
+        """Return the channel of a transfer; choices of experts have one of their own with the groups of the rows."""
+        key = transfer.edge, transfer.backward, transfer.numbers
+        if key not in self._of_choices:
+            channel = self.channels[key[:2]]
+            if not transfer.numbers:
+                return channel
+            self._of_choices[key] = replace(channel, width=transfer.numbers, dtype=torch.float64)
+        return self._of_choices[key]
+
+    def _routed(self, sums: StepSums, factors: Factors) -> dict[str, StepRouting]:
         """Return the routing of the modules on this rank that count choices of experts in a step."""
-        forwards = Counter((a.action.node.module, a.action.microbatch) for a in program.actions if a.action.kind == "F")
         routed = {}
         for name, local in {node.module: local for node, local in self.local.items()}.items():
             factor = factors.get(name, 1.0)
@@ -218,7 +227,6 @@ class Executor:
                 speaks=local.speaks,
                 seed=None if factor is None else factor * self.weights.get(name, 0.0),
                 group=local.balanced,
-                stages={microbatch: count for (module, microbatch), count in forwards.items() if module == name},
             )
             if routing is not None:
                 routed[name] = routing

@@ -75,6 +75,9 @@ class Stage:
     """Placement of an instance's rows on its ranks."""
     members: Int64[np.ndarray, "instances"] | None = None
     """Numbers of its instances in the module; None: all of them."""
+    balanced: int = 0
+    """Number of experts in a layer if the module has a loss on their balance, for which the choices of all its stages
+    count together; 0: it has none."""
 
     def own(self, values: Num[np.ndarray, "*more all"]) -> Num[np.ndarray, "*more instances"]:
         """Select the values of its instances from values of all instances of the module."""

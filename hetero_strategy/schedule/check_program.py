@@ -26,6 +26,8 @@ class Message(NamedTuple):
     microbatches: tuple[int, int]
     """Microbatches of the edge's source and of its target."""
     rows: int
+    numbers: int = 0
+    """Size of a row of choices of experts; 0: rows of the edge travel."""
 
 
 class MessageQueue(NamedTuple):
@@ -93,7 +95,7 @@ def queues(program: StepProgram) -> dict[MessageQueue, list[Message]]:
             moved = one.transfer.first if hop == 1 else one.transfer.second
             for sent, messages in ((True, moved.sends), (False, moved.receives)):
                 for peer, rows in messages:
-                    message = Message(one.backward, one.microbatches, rows.size)
+                    message = Message(one.backward, one.microbatches, rows.size, one.numbers)
                     by_queue.setdefault(MessageQueue(one.edge, hop, peer, sent), []).append(message)
     return by_queue
 
@@ -102,6 +104,8 @@ def _due(plan: StepPlan, graph: StageGraph, rank: int, one: RankTransfer) -> int
     """Count the rows that the plan brings to a rank in a transfer, or leaves there."""
     (source, target), (p, t) = graph.edges[one.edge], one.microbatches
     stage, microbatch = (source, p) if one.backward else (target, t)
+    if one.numbers:
+        return int(rank in graph.stages[stage].ranks)
     within = source.module == target.module
     assignment = plan.assignments[stage.module][microbatch]
     side = rows_on(graph.stages[stage], assignment.totals(inner=within or not one.backward), assignment.order)
@@ -133,4 +137,5 @@ def _shown(message: Message | None) -> str:
     if message is None:
         return "nothing"
     (p, t), what = message.microbatches, "gradient rows" if message.backward else "rows"
+    what = "choices of experts, as rows," if message.numbers else what
     return f"{message.rows} {what} of microbatches {p} and {t}"

@@ -14,6 +14,10 @@ Batches of transfers. NCCL takes one send to and one receive from each peer at a
 that. In a batch that mixes sends with later output of other ranks, a second send could wait for rows that are made from
 it. So a batch is the output of one action for one edge, and all ranks of the edge start it at the same place in that
 order.
+
+Choices of experts. The loss on their balance counts the choices of all layers together. Between stages of a module with
+that loss each transfer has a companion in its batch: with rows travel the counts of the stages so far, with gradients
+the counts of all stages, which the last stage has.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from hetero_strategy.boundary.route import (
     stage_route,
 )
 from hetero_strategy.errors import LayoutError
-from hetero_strategy.layout.row_sharding import RowOrder
+from hetero_strategy.layout.row_sharding import RowOrder, RowSharding
 from hetero_strategy.plan.step_plan import EdgeBlocks, EdgeRuns, StepPlan, edge_runs, slots
 from hetero_strategy.schedule.action import Action, Schedule, Stage, StageGraph, StageId
 from hetero_strategy.schedule.build import make_schedule
@@ -60,6 +64,12 @@ class RankTransfer(NamedTuple):
     microbatches: tuple[int, int]
     """Microbatches of the edge's source and of its target."""
     transfer: Transfer[Rows]
+    numbers: int = 0
+    """Size, in numbers of fp64, of the one row of choices of experts that travels; 0: rows of the edge travel."""
+
+    def size(self, rows: int, row_bytes: Sequence[int]) -> float:
+        """Return the bytes of rows, from those of a row on each edge."""
+        return float(rows * (8 * self.numbers or row_bytes[self.edge]))
 
 
 class RankAction(NamedTuple):
@@ -77,6 +87,8 @@ class RankAction(NamedTuple):
     and I; None if nobody needs it)."""
     frees: tuple[int, ...] = ()
     """Transfers that are known to have arrived once ``reads`` have."""
+    choices: tuple[int | None, int | None] = (None, None)
+    """Transfers that bring the choices of experts of neighbouring stages, and that carry them on with its output."""
     starts: tuple[TransferBatch, ...] = ()
     """Transfers that start after it, before the next action."""
     last: bool = False
@@ -149,7 +161,7 @@ class _Compiler:
         self.dependencies = schedule.dependencies
         self.index = RowIndex()
         self.transfers: list[RankTransfer] = []
-        self.numbers: dict[tuple[StageEdge, int, int], tuple[int, int | None]] = {}
+        self.numbers: dict[tuple[StageEdge, int, int, bool], tuple[int, int | None]] = {}
         self.runs: dict[StageEdge, EdgeRuns] = {}
         self.totals: dict[tuple[str, int, bool], np.ndarray] = {}
 
@@ -161,13 +173,13 @@ class _Compiler:
         for action in self.schedule.starts:
             if action.node not in self.near:
                 continue
-            gives = self.given(action)
+            gives, choices = self.given(action), self.choices(action)
             if action in listed:
                 if action.kind in ("B", "W"):
                     last[action.node] = len(actions)
-                actions.append(self.read(action)._replace(gives=gives))
+                actions.append(self.read(action)._replace(gives=gives, choices=choices))
                 starts.append([])
-            starts[-1] += self.batches(n for n in gives if n is not None and self.moves(n))
+            starts[-1] += self.batches(n for n in (*gives, choices[1]) if n is not None and self.moves(n))
         final = set(last.values())
         return StepProgram(
             self.schedule.train,
@@ -203,6 +215,19 @@ class _Compiler:
         reads = tuple(back for _, back in numbers if back is not None)
         return RankAction(action, sources, reads, frees=tuple(there for there, _ in numbers))
 
+    def choices(self, action: Action) -> tuple[int | None, int | None]:
+        """Return the transfers of :attr:`RankAction.choices` in which this rank takes part."""
+        node, microbatch = action.node, action.microbatch
+        if not (self.schedule.train and self.graph.stages[node].balanced and action.kind in ("F", "B", "I")):
+            return None, None
+        back = action.kind != "F"
+        edges = [(node._replace(stage=node.stage - 1), node), (node, node._replace(stage=node.stage + 1))]
+        into, on = (
+            self.number(edge, microbatch, microbatch, choices=True)[back] if edge in self.edges else None
+            for edge in (edges[::-1] if back else edges)
+        )
+        return into, on
+
     def moves(self, number: int) -> bool:
         """Return whether a transfer has messages in its first hop."""
         first = self.transfers[number].transfer.first
@@ -215,21 +240,35 @@ class _Compiler:
             by_edge.setdefault(self.transfers[number].edge, []).append(number)
         return [tuple(batch) for batch in by_edge.values()]
 
-    def number(self, edge: StageEdge, source: int, target: int) -> tuple[int, int | None]:
-        """Return the numbers of the transfers between two microbatches: rows, and their gradients if wanted."""
-        key = (edge, source, target)
+    def number(self, edge: StageEdge, source: int, target: int, *, choices: bool = False) -> tuple[int, int | None]:
+        """Return the numbers of the transfers between two microbatches: rows, and their gradients if wanted; or of
+        their ``choices``: counts and probabilities of each expert there, counts back.
+        """
+        key = (edge, source, target, choices)
         if key not in self.numbers:
-            there, back, count = self.routed(edge, source, target), None, len(self.transfers)
-            self.transfers.append(
-                RankTransfer(self.edges[edge], False, (source, target), self.index.pack(there.forward))
-            )
-            if self.schedule.train and self.graph.stages[edge[0]].backward:
-                back = count + 1
-                self.transfers.append(
-                    RankTransfer(self.edges[edge], True, (source, target), self.index.pack(there.backward))
+            count, stage = len(self.transfers), self.graph.stages[edge[0]]
+            both = self.seat_to_seat(edge) if choices else self.routed(edge, source, target)
+            ways = (both.forward, both.backward)[: 1 + (self.schedule.train and stage.backward)]
+            self.transfers += (
+                RankTransfer(
+                    self.edges[edge],
+                    bool(back),
+                    (source, target),
+                    self.index.pack(way),
+                    stage.balanced * (2 - back) * choices,
                 )
-            self.numbers[key] = (count, back)
+                for back, way in enumerate(ways)
+            )
+            self.numbers[key] = (count, count + 1 if len(ways) > 1 else None)
         return self.numbers[key]
+
+    def seat_to_seat(self, edge: StageEdge) -> Route:
+        """Return a route between two stages of a module that has one row for each rank."""
+        source, target = (
+            Side(grid, np.full(len(grid), grid.shape[1]), RowSharding(grid.shape[1]))
+            for grid in (self.graph.stages[node].grid for node in edge)
+        )
+        return stage_route(source, target, self.rank)
 
     def routed(self, edge: StageEdge, p: int, t: int) -> Route:
         """Return the route between microbatch ``p`` of an edge's source and ``t`` of its target."""
@@ -321,7 +360,7 @@ def sent(
     for one in program.transfers:
         for hop in (one.transfer.first, one.transfer.second):
             for peer, rows in hop.sends if edges is None or one.edge in edges else ():
-                size = float(rows.size * row_bytes[one.edge])
+                size = one.size(rows.size, row_bytes)
                 near = peer // ranks_per_node == rank // ranks_per_node
                 traffic += Traffic(size, 0.0) if near else Traffic(0.0, size)
     return traffic

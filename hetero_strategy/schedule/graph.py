@@ -24,6 +24,7 @@ def stage_graph(
     whole: Collection[str] = (),
     row_shardings: Mapping[str, RowSharding] | None = None,
     apart: Collection[str] = (),
+    balanced: Mapping[str, int] | None = None,
 ) -> StageGraph:
     """Make the graph of all stages of all modules.
 
@@ -39,6 +40,7 @@ def stage_graph(
         whole: modules whose backward is never divided.
         row_shardings: placement of rows, for modules whose rows are not on every rank of an instance.
         apart: modules whose instances act on their own where they share ranks with different stages.
+        balanced: :attr:`Stage.balanced` by module.
     """
     stages: dict[StageId, Stage] = {}
     between: list[tuple[StageId, StageId]] = []
@@ -52,7 +54,10 @@ def stage_graph(
             upstream = upstream or trains[node]
             grid = layout.stage_grid(number)
             sharding = (row_shardings or {}).get(module, REPLICATED)
-            stages[node] = Stage(grid, trains[node], upstream, node in gathered, module in whole, sharding)
+            experts = (balanced or {}).get(module, 0)
+            stages[node] = Stage(
+                grid, trains[node], upstream, node in gathered, module in whole, sharding, balanced=experts
+            )
             if number:
                 between.append((StageId(module, number - 1), node))
     return in_cohorts(StageGraph(stages, tuple(between), {m: layouts[m].pipeline for m in modules}), apart)

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from hetero_strategy.boundary.transport import Channel
 from hetero_strategy.checkpoint.optimizer_state import part_of
 from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.errors import CheckpointError, ConfigError, ModelError
-from hetero_strategy.layout.registry import GroupRegistry
+from hetero_strategy.layout.registry import GroupRegistry, balance_sets
 from hetero_strategy.layout.spec import ModuleLayout, Placement
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.materialize import CHANGED, changed_since_made
@@ -37,7 +38,6 @@ from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import StageGraph, StageId
 from hetero_strategy.schedule.compile import StepCompiler
 from hetero_strategy.strategy.blueprint import Blueprint, Options
-from hetero_strategy.strategy.refusals import check_balance_loss
 
 PARTS = "state_dict() of a model on its ranks has on this one a part, or nothing, of"
 """Begin of the warning that a ``state_dict()`` does not hold all weights."""
@@ -130,9 +130,9 @@ def assemble(
             each.check(name, modules[name], layouts[name], options.storage.compute, device)
     if device.type != "meta":
         check_first_values(modules, layouts, device)
-    balanced = [name for name, module in modules.items() if module.routing is not None and module.routing.balance]
-    check_balance_loss(balanced, layouts, device)
-    registry = GroupRegistry(placement, tied_rank_sets(modules, layouts), connected.type, timeout, balanced)
+    balanced = (balance_sets(layouts[name]) for name, module in plan.spec.modules.items() if module.balanced)
+    needed = [*tied_rank_sets(modules, layouts), *chain.from_iterable(balanced)]
+    registry = GroupRegistry(placement, needed, connected.type, timeout)
     rows = [(plan.spec.width(s.module, t.module), options.storage.compute) for s, t in graph.edges]
     channels = _channels(registry, graph, rows, rank, connected)
     connect(graph, channels, rank)
@@ -333,7 +333,9 @@ def _local(
     assert seat is not None
     replicas = None if isinstance(stage, FSDPModule) else _axis(registry, layout.dp_replicate, name, "dp_replicate")
     tensor_parallel = _axis(registry, layout.tp, name, "tp")
-    return LocalStage(stage, graph.stages[node], seat, replicas, tensor_parallel, registry.balanced(name))
+    sums = balance_sets(layout) if graph.stages[node].balanced else []
+    balanced = next((registry.group(ranks) for ranks in sums if rank in ranks), None)
+    return LocalStage(stage, graph.stages[node], seat, replicas, tensor_parallel, balanced)
 
 
 def _axis(registry: GroupRegistry, degree: int, name: str, axis: str) -> dist.ProcessGroup | None:

@@ -146,7 +146,8 @@ def blueprint(
             stage_costs[node] = StageCost(per_row / layout.neighbours, per_pair / layout.neighbours, again)
     cut = {name: cut[name] for name in layouts}
     shardings = {name: module.row_sharding(cut[name]) for name, module in spec.modules.items()}
-    graph = stage_graph(list(spec.modules), edges, cut, trains, gathered, undivided(transforms), shardings, apart)
+    whole, balanced = undivided(transforms), {name: module.balanced for name, module in spec.modules.items()}
+    graph = stage_graph(list(spec.modules), edges, cut, trains, gathered, whole, shardings, apart, balanced)
     options = replace(options, scheduling=scheduling, transforms=transforms)
     return Blueprint(spec, Placement(cut, placement.world_size), options, graph, stage_costs)
 

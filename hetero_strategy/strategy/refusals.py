@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from torchmetrics import Metric
 
 from hetero_strategy.checkpoint.codec import encode
-from hetero_strategy.errors import ConfigError, LayoutError
+from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.loading.loader import StepLoader
 from hetero_strategy.model.multimodal import MultimodalModel
@@ -150,17 +150,6 @@ def check_anomaly(trainer: Trainer, layouts: Mapping[str, ModuleLayout]) -> None
             raise ConfigError(
                 f"HeteroStrategy: detect_anomaly=True with tp={layout.tp} of module {name!r}: torch's check does not"
                 " know DTensors; search with tp=1, or look at p.grad.to_local() in on_after_backward()"
-            )
-
-
-def check_balance_loss(balanced: Sequence[str], layouts: Mapping[str, ModuleLayout], device: torch.device) -> None:
-    """Refuse the loss on the balance of experts in pipelines on CUDA, where its sum over stages could stall sends."""
-    for name in balanced:
-        if device.type == "cuda" and layouts[name].pp > 1:
-            raise LayoutError(
-                f"{name}: balance_loss with pp={layouts[name].pp} on CUDA: the sum over its stages is not yet in one"
-                " order with their sends on all ranks; set pp=1 or balance_loss=0, and router_bias_step=0.001 where the"
-                " routers have biases"
             )
 
 

@@ -91,6 +91,8 @@ class Setting:
     llm: tuple[int, int] = (256, 6)
     experts: int = 0
     """Experts in each layer of the language model, of which a row visits two; 0: a dense model."""
+    balance_loss: float = 0.0
+    """Coefficient of the loss on the balance of these experts."""
     samples: int = 12
     microbatches: int = 6
     items: tuple[int, int] = (1, 2)
@@ -138,7 +140,7 @@ class Setting:
                     encoder_attention_heads=_heads(self.audio[0]), encoder_ffn_dim=4 * self.audio[0],
                     num_mel_bins=MELS, max_source_positions=1500,
                 ),
-                "llm": mixture(dim, blocks, self.experts) if self.experts else titan_llama(
+                "llm": mixture(dim, blocks, self.experts, self.balance_loss) if self.experts else titan_llama(
                     vocab_size=VOCABULARY, dim=dim, n_layers=blocks, n_heads=_heads(dim), n_kv_heads=_heads(dim),
                     multiple_of=16, max_seq_len=4096,
                 ),
@@ -232,12 +234,12 @@ class Setting:
         return Trained([float(loss.detach()) for loss in out.losses.values()], gradients_of(model.modules_by_name))
 
 
-def mixture(width: int, layers: int, experts: int) -> HFCausalLM:
+def mixture(width: int, layers: int, experts: int, balance_loss: float = 0.0) -> HFCausalLM:
     """Build a small language model, of whose experts a row visits two."""
     return hf_causal_lm(
         model_type="qwen3_moe", vocab_size=VOCABULARY, hidden_size=width, num_hidden_layers=layers, num_experts=experts,
         num_attention_heads=_heads(width), num_key_value_heads=_heads(width), num_experts_per_tok=2,
-        moe_intermediate_size=width, check=False,
+        moe_intermediate_size=width, check=False, balance_loss=balance_loss,
     )  # fmt: skip
 
 

@@ -30,6 +30,8 @@ LAYOUTS: dict[str, Layout] = {
     "ep 4": ("1f1b", (0, 1, 2, 3), {"ep": 4, "tp": 2}, {}),
     "cp 2": ("1f1b", (0, 1, 2, 3), {"cp": 2}, {}),
     "pp 2": ("zbv", (0, 1, 2, 3), {"pp": 2, "ep": 2}, {"transforms": {"llm": {"recompute": "whole"}}}),
+    "pp 2, tp 2": ("zb_h1", (0, 1, 2, 3), {"pp": 2, "tp": 2}, {"llm_layers": 5}),
+    "pp 2, cp 2": ("interleaved_1f1b", (0, 1, 2, 3), {"pp": 2, "cp": 2}, {}),
 }
 
 

@@ -23,6 +23,7 @@ from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan
 from hetero_strategy.schedule.action import Schedule, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.check import check
+from hetero_strategy.schedule.check_program import program_faults
 from hetero_strategy.schedule.compile import StepProgram, TransferBatch, compile_step
 from hetero_strategy.schedule.graph import stage_graph, work_of
 from hetero_strategy.schedule.policies import schedule_policy, schedules
@@ -55,6 +56,7 @@ def planned(
     frozen: Sequence[str] = (),
     vision: int | None = None,
     filled_up: bool = True,
+    balanced: int = 0,
 ) -> tuple[StepPlan, Schedule, int]:
     world = 1 + max(rank for layout in layouts.values() for rank in layout.ranks)
     resolved = place(layouts, world).layouts
@@ -62,7 +64,7 @@ def planned(
     order = [name for name in ("vision", "audio", "llm", "draw") if name in layouts]
     trains = {StageId(n, s): n not in frozen for n in order for s in range(resolved[n].pipeline.stages)}
     shardings = {"llm": RowSharding(resolved["llm"].tp)}
-    graph = stage_graph(order, edges, resolved, trains, row_shardings=shardings)
+    graph = stage_graph(order, edges, resolved, trains, row_shardings=shardings, balanced={"llm": balanced})
     plan = plan_step(
         metadata(3 * microbatches, seed, order),
         {name: resolved[name].dp for name in order},
@@ -75,7 +77,7 @@ def planned(
 
 
 Event = tuple[str, frozenset[tuple[object, ...]]]
-"""What holds up a host, and the messages in it: (edge, backward, microbatches, hop, sender, receiver)."""
+"""What holds up a host, and the messages in it: (edge, backward, microbatches, numbers, hop, sender, receiver)."""
 
 
 def events(program: StepProgram, rank: int) -> list[Event]:
@@ -86,7 +88,7 @@ def events(program: StepProgram, rank: int) -> list[Event]:
         before: Counter[tuple[bool, int]] = Counter()
         for number in numbers:
             transfer = program.transfers[number]
-            name = (transfer.edge, transfer.backward, transfer.microbatches, hop)
+            name = (transfer.edge, transfer.backward, transfer.microbatches, transfer.numbers, hop)
             both = (transfer.transfer.first, transfer.transfer.second)[hop]
             for sent, messages in ((True, both.sends), (False, both.receives)):
                 for peer, _ in messages:
@@ -146,7 +148,8 @@ def steps(draw: st.DrawFn, schedule: str) -> tuple[StepPlan, Schedule, int]:
     count = draw(st.integers(1, 5))
     layouts = {name: replace(one, split=None) for name, one in layouts.items()}
     rows = draw(st.sampled_from([None, 3, 20, 60]))  # in a microbatch: of a sample or less, of one or of several
-    return planned(layouts, schedule, count, seed=draw(st.integers(0, 99)), frozen=frozen, vision=rows)
+    options = {"seed": draw(st.integers(0, 99)), "balanced": draw(st.sampled_from([0, 5]))}
+    return planned(layouts, schedule, count, frozen=frozen, vision=rows, **options)
 
 
 @pytest.mark.full_cases("1f1b", "interleaved_1f1b", "sequential", "zb_h1")
@@ -165,9 +168,26 @@ def test_no_step_holds_up_hosts_for_ever(schedule: str, data: st.DataObject) -> 
         assert len(set(started)) == len(started), "a transfer starts twice"
         moving = {n for n, t in enumerate(program.transfers) if t.transfer.first.sends or t.transfer.first.receives}
         assert set(started) == moving
+        assert not [*program_faults(plan, made, rank, program, programs.__getitem__)]
+        assert choices_arrive(made, program)
         backward = [(k, one.action.node) for k, one in enumerate(program.actions) if one.action.kind in ("B", "W")]
         final = {node: k for k, node in backward}  # of each stage the last is what stays
         assert [k for k, one in enumerate(program.actions) if one.last] == sorted(final.values())
+
+
+def choices_arrive(schedule: Schedule, program: StepProgram) -> bool:
+    """Whether each F but the first stage's, and each B or I but the last stage's, has the choices of experts."""
+    stages = schedule.graph.stages
+    return all(
+        (one.choices[0] is not None)
+        == bool(
+            stages[one.action.node].balanced
+            and schedule.train
+            and one.action.kind in ("F", "B", "I")
+            and one.action.node._replace(stage=one.action.node.stage + (-1 if one.action.kind == "F" else 1)) in stages
+        )
+        for one in program.actions
+    )
 
 
 def every_start(program: StepProgram) -> list[tuple[TransferBatch, ...]]:

@@ -14,12 +14,11 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from hetero_strategy.checkpoint.training import TrainingState
-from hetero_strategy.errors import ConfigError, LayoutError
+from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model import Encoder, Projector
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.strategy.assembly import _say_parts, bit_sum, digest, move_rest, refuse_different
-from hetero_strategy.strategy.refusals import check_balance_loss
 from tests.small_models import reader
 
 
@@ -90,11 +89,3 @@ def test_a_sum_sees_every_element_wherever_a_tensor_lies(dtype: torch.dtype) -> 
         other = values.clone()
         other[place] = values[1 - place % 2]
         assert bit_sum(other) != expected, place
-
-
-def test_a_balance_of_experts_over_stages_is_refused_on_cuda() -> None:
-    layouts = {"llm": ModuleLayout(2, pp=2), "other": ModuleLayout(2, dp_shard=2)}
-    with pytest.raises(LayoutError, match=r"llm: balance_loss with pp=2 on CUDA.* set pp=1 or balance_loss=0"):
-        check_balance_loss(["other", "llm"], layouts, torch.device("cuda"))
-    check_balance_loss(["other", "llm"], layouts, torch.device("cpu"))
-    check_balance_loss(["other"], layouts, torch.device("cuda"))
