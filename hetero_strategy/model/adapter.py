@@ -247,9 +247,11 @@ class Adapter(nn.Module):
         """Return why the module, as built, cannot be split ``tp`` ways: missing parts of its plan, sizes that do not
         divide, and faults of :meth:`check_tp`; empty if it can. With ``ep``, experts are divided by expert instead.
         """
+        if faults := self.check_tp(tp):  # zoo modules check heads
+            return faults
         plan, apart = self.tp_plan() or {}, self.experts() if ep > 1 else {}
         plan = {name: style for name, style in plan.items() if not any(matches(name, fqn) for fqn in apart)}
-        return self.check_tp(tp) or plan_faults(self, [*self.blocks()], plan, tp)  # zoo modules check heads
+        return plan_faults(self, [*self.blocks()], plan, tp)
 
     def apply_tp(self, mesh: DeviceMesh) -> None:
         """Shard this module over a one-dimensional tensor-parallel mesh."""

@@ -46,7 +46,8 @@ def spec_of_module(module: Adapter) -> ModuleSpec:
     stages = [module.stage([f], first=i == 0, last=i == len(cut) - 1) for i, f in enumerate(cut)] or [module]
     stored, whole = np.stack([_stored(s, module) for s in stages]), _stored(module, module)
     tied = module.tied_weight() is not None
-    degrees = [1, *(n for n in range(2, LARGEST_TP + 1) if module.tp_plan() is not None and not module.tp_faults(n))]
+    largest = LARGEST_TP if module.tp_plan() is not None else 1
+    degrees = [1, *(n for n in range(2, largest + 1) if not module.tp_faults(n))]
     return ModuleSpec(
         per_row=per_row,
         per_pair=per_pair,

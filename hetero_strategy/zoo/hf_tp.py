@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -150,13 +151,16 @@ def tensor_parallel_faults(model: Any, tp: int) -> list[str]:
     kind = type(model).__name__
     if unknown := _unknown(model.tp_plan or {}):
         return [f"transformers' plan of {kind} has the style {unknown[0]}, which is not built: set tp=1"]
-    if (plan := tensor_parallel_plan(model, "")) is None:
+    if (attentions := _attentions(model)) is None:
         return [f"transformers has no plan for {kind}: set tp=1"]
-    faults: dict[str, None] = {}
-    for fqn, part in model.named_modules():
-        sizes = _heads(plan, fqn, part)
-        faults |= dict.fromkeys(divisible(tp, **sizes))
-    return list(faults)
+    return list(dict.fromkeys(fault for sizes in attentions for fault in divisible(tp, **sizes)))
+
+
+@lru_cache(maxsize=4)  # many degrees are tried in turn
+def _attentions(model: Any) -> list[dict[str, int]] | None:
+    """Return the numbers of heads of each attention that transformers' plan divides; None if it has no plan."""
+    plan = tensor_parallel_plan(model, "")
+    return None if plan is None else [_heads(plan, fqn, part) for fqn, part in model.named_modules()]
 
 
 def _heads(plan: Mapping[str, ParallelStyle], fqn: str, attention: Any) -> dict[str, int]:
