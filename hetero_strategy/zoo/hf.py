@@ -269,15 +269,15 @@ class PreciseRMSNorm(nn.Module):
 
 def make_norms_precise(model: nn.Module) -> None:
     """Replace in place each norm of a transformers model that computes what torch's RMSNorm does; names stay."""
-    alike: dict[type, bool] = {}
+    known: dict[type, bool] = {}
     for owner in list(model.modules()):
         for name, child in list(owner.named_children()):
             if [*dict(child.named_parameters())] == ["weight"] and _epsilon(child) and child.weight.ndim == 1:
                 if len(inspect.signature(child.forward).parameters) > 1:  # its gate is no part of torch's norm
                     continue
-                if type(child) not in alike:
-                    alike[type(child)] = _is_rms_norm(child)
-                if alike[type(child)]:
+                if type(child) not in known:
+                    known[type(child)] = _is_rms_norm(child)
+                if known[type(child)]:
                     setattr(owner, name, PreciseRMSNorm(child))
 
 
@@ -294,8 +294,8 @@ def _is_rms_norm(norm: Any) -> bool:
         real.weight.uniform_(0.5, 1.5, generator=generator)
         rows = torch.empty(2, *real.weight.shape).uniform_(-1e-2, 1e-2, generator=generator)
         try:
-            found = real(rows)
+            output = real(rows)
         except Exception:  # it takes rows by head
             return False
         expected = F.rms_norm(rows, real.weight.shape, real.weight, _epsilon(norm))
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+    return output.shape == expected.shape and torch.allclose(output, expected, rtol=1e-4, atol=1e-6)

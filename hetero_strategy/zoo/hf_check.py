@@ -66,8 +66,8 @@ class Verdict:
     @property
     def reasons(self) -> list[str]:
         """Return why sequences may not be packed, with numbers; none if they may."""
-        found = [f"{MEANINGS[name]} by {error:.2g} of their size" for name, error in self._wrong() if name != "context"]
-        return [self.failure] * bool(self.failure) + found
+        wrong = [f"{MEANINGS[name]} by {error:.2g} of their size" for name, error in self._wrong() if name != "context"]
+        return [self.failure] * bool(self.failure) + wrong
 
     @property
     def packs(self) -> bool:

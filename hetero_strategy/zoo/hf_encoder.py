@@ -87,13 +87,13 @@ def hf_encoder(
             f"hf_encoder: layer={layer}, but {type(tower).__name__} merges its patches behind its blocks; use layer=-1"
         )
     joins = merge if projector in ("merge", "shuffle") else 1
-    made = ClipTower if media == "audio" else GridTower if ragged else TileTower
-    layer = (-2 if made is TileTower else -1) if layer is None else layer
+    tower_class = ClipTower if media == "audio" else GridTower if ragged else TileTower
+    layer = (-2 if tower_class is TileTower else -1) if layer is None else layer
     options: dict[str, Any] = {"layer": layer, "merge": joins, "checkpoint": checkpoint}
     if processor is None and any((Path(checkpoint) / name).is_file() for name in (PROCESSOR, "processor_config.json")):
-        backbone, processor = _with_processor(made, tower, media, options)
+        backbone, processor = _with_processor(tower_class, tower, media, options)
     else:
-        backbone = made(tower, **options)
+        backbone = tower_class(tower, **options)
     width = backbone.width
     with torch.device("meta"):
         if projector == "mlp" or projector == "shuffle":
@@ -149,15 +149,15 @@ def tower_of(checkpoint: str | Path, media: str | None) -> tuple[Any, Literal["i
     section = getattr(config, "vision_config", None)
     pictures = [part for part in parts if isinstance(part.config, type(section or config))]
     clips = [part for part in parts if takes[part][0] in VALUES]
-    found: dict[str, list[Any]] = {
+    towers_by_kind: dict[str, list[Any]] = {
         "image": [part for part in pictures if {"pixel_values", "grid_thw"} & {*takes[part]}][:1],
         "audio": clips[-1:],  # the innermost: an encoder in an encoder-decoder
     }
-    kinds = [kind for kind, towers in found.items() if towers and media in (None, kind)]
+    kinds = [kind for kind, towers in towers_by_kind.items() if towers and media in (None, kind)]
     if len(kinds) != 1:
         wanted = {"image": "pictures", "audio": "sound"}.get(str(media), "pictures or sound")
         reason = f"in which no part turns {wanted} into rows; take a folder with such a part"
         if kinds:
             reason = "which has towers for both; say media='image' or media='audio'"
         raise ModelError(f"hf_encoder: {checkpoint} is a {type(whole).__name__}, {reason}")
-    return found[kinds[0]][0], kinds[0]  # type: ignore[return-value]
+    return towers_by_kind[kinds[0]][0], kinds[0]  # type: ignore[return-value]

@@ -106,9 +106,9 @@ def make_routing(
         if not 0 <= value < math.inf:
             raise ModelError(f"{who}: {name}={value!r}; use a number of at least 0")
     if balance_loss is None:
-        asked = getattr(config, "output_router_logits", False)
-        balance_loss = float(getattr(config, "router_aux_loss_coef", None) or 0) if asked and routers else 0.0
-        if asked and not balance_loss:
+        wants_balance = getattr(config, "output_router_logits", False)
+        balance_loss = float(getattr(config, "router_aux_loss_coef", None) or 0) if wants_balance and routers else 0.0
+        if wants_balance and not balance_loss:
             rank_zero_warn(
                 f"{who}: output_router_logits is true in its config, but its loss of routers is left out, because its"
                 " routers or router_aux_loss_coef are not known here; with known routers give balance_loss=0.001"

@@ -97,22 +97,22 @@ class HFFeatures(HFAdapter, Encoder):
             leading=_channels(config, kind),
             frames=2 * getattr(config, "max_source_positions", 0),
         )
-        found = self._traced(whole, tower_path)
-        for fqn in found.unreached:
+        traced = self._traced(whole, tower_path)
+        for fqn in traced.unreached:
             whole.get_parameter(fqn).requires_grad_(False)
-        self.before_weights = sum(matmul_weights(whole.get_submodule(fqn)) for fqn in found.before)
+        self.before_weights = sum(matmul_weights(whole.get_submodule(fqn)) for fqn in traced.before)
         owner, _, name = tower_path.rpartition(".")
         whole.get_submodule(owner)._modules[name] = Borrowed(tower)
         Encoder.__init__(self, tower, base, width=whole.config.get_text_config().hidden_size)
         self.columns, self.checkpoint = dict(columns), checkpoint
         self.runs_vary = "tile" in self.columns
-        self.hidden_width, self.tile_rows = found.rows_in[-1], prod(found.rows_in[:-1]) // self.tiles
-        self.edge_share = prod(found.rows_out[:-1]) / prod(found.rows_in[:-1])
+        self.hidden_width, self.tile_rows = traced.rows_in[-1], prod(traced.rows_in[:-1]) // self.tiles
+        self.edge_share = prod(traced.rows_out[:-1]) / prod(traced.rows_in[:-1])
         if processor is not None and processor.packing_rows is None:
             processor = replace(processor, packing_rows=self.rows_inside())
         self.processor = processor
         self.config, self.architecture, self.whole_class = whole.config, type(whole).__name__, type(whole)
-        self.list_of_blocks = "backbone" + found.block_list.removeprefix(tower_path)
+        self.list_of_blocks = "backbone" + traced.block_list.removeprefix(tower_path)
         tensors = [*self.named_parameters(), *self.named_buffers()]
         self.origin = {fqn: origin[id(tensor)] for fqn, tensor in tensors}
 
@@ -123,8 +123,8 @@ class HFFeatures(HFAdapter, Encoder):
         numbers: list[str] = self.numbers
         faults: list[Exception] = []
         reads_values: dict[str, Any] = {}
-        for given, tiles, in_batch in product(([], numbers) if numbers else ([],), (1, 2), (False, True)):
-            self.__dict__.update(way := {"numbers": given, "tiles": tiles, "in_batch": in_batch})
+        for passed, tiles, in_batch in product(([], numbers) if numbers else ([],), (1, 2), (False, True)):
+            self.__dict__.update(way := {"numbers": passed, "tiles": tiles, "in_batch": in_batch})
             try:
                 return trace(whole, tower_path, self._example, None)
             except NotImplementedError:  # it selects tiles by their values, which the meta device lacks
@@ -156,12 +156,12 @@ class HFFeatures(HFAdapter, Encoder):
             name: torch.from_numpy(inputs.sizes[:, self.columns[name]]) for name in self.numbers if name in self.columns
         }
         if self.runs_vary:
-            made = self._one_by_one(values, inputs, numbers)
+            features = self._one_by_one(values, inputs, numbers)
         else:
-            made = self._features(self.projector, values.unflatten(1, self._tile(values.shape[1])), numbers)
-        if len(made) != int(inputs.rows.sum()):
-            raise DataError(self._miscounted(made, inputs))
-        return made
+            features = self._features(self.projector, values.unflatten(1, self._tile(values.shape[1])), numbers)
+        if len(features) != int(inputs.rows.sum()):
+            raise DataError(self._miscounted(features, inputs))
+        return features
 
     def _one_by_one(self, values: Tensor, inputs: EncoderInputs, numbers: Mapping[str, Tensor]) -> Tensor:
         """Run each item alone: towers for tiles of many sizes, such as Pixtral, compute attention between all rows of a
@@ -169,15 +169,15 @@ class HFFeatures(HFAdapter, Encoder):
         """
         tiles = inputs.sizes[:, self.columns["tile"]]
         lengths = tiles.prod(axis=1) if inputs.raw_rows is None else inputs.raw_rows
-        made = []
+        parts = []
         for item, (own, tile) in enumerate(zip(values.split(lengths.tolist()), tiles.tolist(), strict=True)):
             batch = own.unflatten(0, (-1, *tile)).movedim(-1, 1)
-            made.append(self._features(self.projector, batch, {n: each[[item]] for n, each in numbers.items()}))
-        return torch.cat(made)
+            parts.append(self._features(self.projector, batch, {n: each[[item]] for n, each in numbers.items()}))
+        return torch.cat(parts)
 
     def _features(self, base: Any, tiles: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
-        given = {self.values_name: tiles[None] if self.in_batch else tiles, **numbers}
-        return torch.cat(_flat(getattr(base, self.method)(**given, return_dict=True).pooler_output))
+        arguments = {self.values_name: tiles[None] if self.in_batch else tiles, **numbers}
+        return torch.cat(_flat(getattr(base, self.method)(**arguments, return_dict=True).pooler_output))
 
     def _tile(self, feature: int) -> tuple[int, ...]:
         """Return the shape of a tile with so many numbers."""
@@ -256,13 +256,13 @@ class Borrowed(nn.Module):
 
 def _channels(config: Any, kind: str) -> int:
     names = ("num_channels", "in_channels") if kind == "image" else ("num_mel_bins",)
-    found = next((value for name in names if (value := getattr(config, name, None))), None)
-    if found is None:
+    size = next((value for name in names if (value := getattr(config, name, None))), None)
+    if size is None:
         raise ModelError(
             f"hf_composite: {type(config).__name__} has no {' or '.join(names)}; take the language model by"
             " hf_causal_lm(part='llm')"
         )
-    return int(found)
+    return int(size)
 
 
 def _flat(rows: Any) -> list[Tensor]:

@@ -73,8 +73,8 @@ class FrameTower(GridTower):
 
         def rows(frames: int, *, inner: bool) -> int:
             with torch.no_grad(), torch.device("meta"):
-                made = self._example(model, frames, PrepareFrames(self.bands, -1)).shape[0] // TILES
-            return inside[-1] if inner else made
+                rows = self._example(model, frames, PrepareFrames(self.bands, -1)).shape[0] // TILES
+            return inside[-1] if inner else rows
 
         outer, inner = (
             self.rule_of(partial(rows, inner=of_blocks), FRAMES, self.column, FAR) for of_blocks in (False, True)

@@ -102,8 +102,8 @@ class GridTower(HFTower):
 
     @override
     def example(self, lengths: np.ndarray) -> EncoderInputs | None:
-        made = super().example(lengths)
-        return None if made is None else self.prepare(made)
+        values = super().example(lengths)
+        return None if values is None else self.prepare(values)
 
     @override
     def output_rows(self, sizes: np.ndarray) -> np.ndarray:

@@ -61,12 +61,12 @@ class HFTextKind(CausalLMKind):
 
     @override
     def inputs(self, units: InstanceUnits) -> SequenceInputs:
-        made, starts = super().inputs(units), ragged.starts(units.edge_rows)
-        of_items = torch.zeros(len(made.ids), dtype=torch.bool)
+        inputs, starts = super().inputs(units), ragged.starts(units.edge_rows)
+        of_items = torch.zeros(len(inputs.ids), dtype=torch.bool)
         for each in units.content.placed(units.numbers):
             of_items[torch.from_numpy(ragged.expand(starts[each.sample] + each.start, each.rows))] = True
         # An item's rows replace these; a text's id beyond the vocabulary remains an error.
-        return replace(made, ids=made.ids.masked_fill(of_items & (made.ids >= self.vocabulary), 0))
+        return replace(inputs, ids=inputs.ids.masked_fill(of_items & (inputs.ids >= self.vocabulary), 0))
 
     @override
     def columns(self, units: InstanceUnits, tokens: np.ndarray, learnt: np.ndarray) -> Mapping[str, Tensor]:
@@ -223,9 +223,9 @@ class _Listener:
         try:
             positions = self.hear(np.zeros(len(types), np.int64), types, np.zeros(len(types), bool), grids)
             at = torch.arange(len(types)) if rows is None else torch.from_numpy(rows)
-            asked = at[:, None].expand(len(at), len(at)), at.expand(len(at), len(at))
+            pairs = at[:, None].expand(len(at), len(at)), at.expand(len(at), len(at))
             none = torch.zeros(0, len(at), len(at), dtype=torch.bool)
-            return positions, torch.cat([none, *(_seen(mask, *asked)[None] for mask in self.masks)])
+            return positions, torch.cat([none, *(_seen(mask, *pairs)[None] for mask in self.masks)])
         except Exception as fault:  # several kinds
             reason = " ".join(str(fault).split())
             raise ModelError(

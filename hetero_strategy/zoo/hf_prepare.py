@@ -87,8 +87,8 @@ class Prepare:
         columns, moved = dict[str, Any]({self.argument: grids}), dict[str, Any]()
         for function, arguments, names in self._steps:
             moves = any(isinstance(argument, _Result) and argument == VALUES for argument in arguments.values())
-            made = function(**_filled(arguments, results))
-            results.append(list(made) if isinstance(made, tuple) else [made])
+            result = function(**_filled(arguments, results))
+            results.append(list(result) if isinstance(result, tuple) else [result])
             for name, value in zip(names, results[-1], strict=True):
                 is_bounds = isinstance(value, Tensor) and name.startswith("cu_")
                 columns[name] = Bounds(**vars(Packing.of(value.diff().numpy()))) if is_bounds else value
@@ -117,9 +117,9 @@ class Prepare:
             bound = inspect.signature(function).bind(*args, **kwargs)
             ready = bound.arguments.pop("kwargs", None)
             template = {name: known.get(id(value), value) for name, value in bound.arguments.items()}
-            asked = _Asked(ready or {})
+            keywords = _Asked(ready or {})
             with torch.device("cpu"):
-                made = function(**_filled(template, values), kwargs=asked)
+                made = function(**_filled(template, values), kwargs=keywords)
             results = list(made) if isinstance(made, tuple) else [made]
             without = [x.to("meta") if isinstance(x, Tensor) else x for x in results]
             for number, result in enumerate(without):
@@ -127,7 +127,7 @@ class Prepare:
                     known[id(result)] = _Result(len(self._steps), number)
             kept.append(without)
             values.append(results)
-            self._steps.append((function, template, tuple(asked.names)))
+            self._steps.append((function, template, tuple(keywords.names)))
             return tuple(without) if isinstance(made, tuple) else without[0]
 
         try:
@@ -153,8 +153,8 @@ class _Asked(dict[str, Any]):
 def _takes_ready_results(function: Any) -> bool:
     if not inspect.isfunction(function) or not function.__module__.startswith("transformers."):
         return False
-    found = inspect.signature(function).parameters.get("kwargs")
-    return found is not None and found.kind is not inspect.Parameter.VAR_KEYWORD
+    argument = inspect.signature(function).parameters.get("kwargs")
+    return argument is not None and argument.kind is not inspect.Parameter.VAR_KEYWORD
 
 
 def _filled(arguments: Mapping[str, Any], results: list[list[Any]]) -> dict[str, Any]:

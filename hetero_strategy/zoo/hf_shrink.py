@@ -204,11 +204,11 @@ def _rope(rope: Mapping[str, Any], values: Mapping[str, Any], new: Mapping[str, 
     heads = new.get("num_attention_heads") or 4
     dim = new.get("qk_rope_head_dim") or new.get("head_dim") or new.get("hidden_size", 64) // heads
     half = int(dim * (rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0)) // 2
-    made = copy.deepcopy(dict(rope))
+    halved = copy.deepcopy(dict(rope))
     for name in ("short_factor", "long_factor"):
-        if isinstance(made.get(name), list):
-            made[name] = made[name][:half]
-    if isinstance(sections := made.get("mrope_section"), list):
+        if isinstance(halved.get(name), list):
+            halved[name] = halved[name][:half]
+    if isinstance(sections := halved.get("mrope_section"), list):
         ends = np.rint(np.cumsum([0, *sections]) / sum(sections) * half).astype(int)
-        made["mrope_section"] = np.diff(ends).tolist()
-    return made
+        halved["mrope_section"] = np.diff(ends).tolist()
+    return halved

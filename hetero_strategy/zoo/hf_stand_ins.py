@@ -164,8 +164,8 @@ class Hollow(StandIn):
             args, kwargs = tree_map_only(
                 Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), (args, kwargs)
             )
-            made = self.__dict__["like"](*args, **kwargs)
-        return tree_map_only(Tensor, lambda x: zeros_like(x, device), made)
+            example = self.__dict__["like"](*args, **kwargs)
+        return tree_map_only(Tensor, lambda x: zeros_like(x, device), example)
 
 
 def zeros_like(tensor: Tensor, device: torch.device) -> Tensor:

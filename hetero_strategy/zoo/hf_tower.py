@@ -69,23 +69,23 @@ class HFTower(HFAdapter, Backbone):
         self.config, self.architecture = model.config, type(model).__name__
         self._received: list[Tensor] = []
         self.read_sizes(model.get_submodule(path))
-        found = trace(model, path, self.run_example, None if layer == -1 else layer)
-        self.block_list = f"model.{found.block_list}"
-        self.before_blocks = tuple(f"model.{fqn}" for fqn in found.before)
-        self.after_blocks = tuple(f"model.{fqn}" for fqn in found.after)
-        self.needed, self.results = found.blocks, found.results
-        for fqn in found.unreached:
+        traced = trace(model, path, self.run_example, None if layer == -1 else layer)
+        self.block_list = f"model.{traced.block_list}"
+        self.before_blocks = tuple(f"model.{fqn}" for fqn in traced.before)
+        self.after_blocks = tuple(f"model.{fqn}" for fqn in traced.after)
+        self.needed, self.results = traced.blocks, traced.results
+        for fqn in traced.unreached:
             model.get_parameter(fqn).requires_grad_(False)
-        blocks = model.get_submodule(found.block_list)
+        blocks = model.get_submodule(traced.block_list)
         tables = (part for part in {*model.modules()} - {*blocks.modules()} if part._buffers)
         for part in tables:
             if not list(part.parameters()):
                 part.register_forward_pre_hook(_not_in_training)
         if layer != -1:
             blocks[self.needed].register_forward_pre_hook(stop, with_kwargs=True)
-        self.hidden_width, self.lead = found.rows_in[-1], found.rows_in[:-2]
-        self.inner_rows, self.outer_rows = (prod(shape[:-1]) // TILES for shape in (found.rows_in, found.rows_out))
-        self.width = found.rows_out[-1] * self.joined_rows
+        self.hidden_width, self.lead = traced.rows_in[-1], traced.rows_in[:-2]
+        self.inner_rows, self.outer_rows = (prod(shape[:-1]) // TILES for shape in (traced.rows_in, traced.rows_out))
+        self.width = traced.rows_out[-1] * self.joined_rows
 
     def read_sizes(self, tower: Any) -> None:
         """Set the sizes of the tower that :meth:`run_example` needs."""
@@ -197,10 +197,10 @@ class HFTower(HFAdapter, Backbone):
             low, high = (low, middle) if rows(middle) == start else (middle, high)
         shift = divisor * start - high
         probes = [length + divisor // 2, length + 3 * divisor, 2 * length + 1, length + far]
-        found, expected = [rows(probe) for probe in probes], [(probe + shift) // divisor for probe in probes]
-        if found != expected:
+        counted, expected = [rows(probe) for probe in probes], [(probe + shift) // divisor for probe in probes]
+        if counted != expected:
             raise ModelError(
-                f"{self.architecture}: clips of {probes} numbers have {found} rows, and by strides they would have"
+                f"{self.architecture}: clips of {probes} numbers have {counted} rows, and by strides they would have"
                 f" {expected}; such towers are not built"
             )
         return RowsOfColumn(column, 1, shift, divisor)
@@ -234,8 +234,8 @@ def some(rows: Tensor, lengths: np.ndarray, items: np.ndarray, least: int) -> Te
 
 def side(config: Any, *names: str, default: int | None = None) -> int:
     """Return a number of a config, or both numbers of a square."""
-    found = next((value for name in names if (value := getattr(config, name, None)) is not None), default)
-    numbers = {found} if isinstance(found, int) else set(found or ())
+    size = next((value for name in names if (value := getattr(config, name, None)) is not None), default)
+    numbers = {size} if isinstance(size, int) else set(size or ())
     if len(numbers) != 1:
-        raise ModelError(f"{type(config).__name__}: {' or '.join(names)} is {found!r}; only squares are built")
+        raise ModelError(f"{type(config).__name__}: {' or '.join(names)} is {size!r}; only squares are built")
     return int(numbers.pop())

@@ -99,7 +99,7 @@ def _head_norms(plan: Mapping[str, ParallelStyle], prefix: str, parts: Mapping[s
     """Return the styles of norms of heads that a plan forgets, as that of Qwen3-VL-MoE does: their gradients on the
     ranks are summands, because each rank has some of the heads.
     """
-    found: dict[str, ParallelStyle] = {}
+    weight_styles: dict[str, ParallelStyle] = {}
     for fqn, attention in parts.items():
         children = dict(attention.named_children())
         styles = {name: style_of(plan, f"{prefix}{fqn}.{name}") for name in children}
@@ -109,8 +109,8 @@ def _head_norms(plan: Mapping[str, ParallelStyle], prefix: str, parts: Mapping[s
         for name, child in children.items():
             weights = dict(child.named_parameters())
             if weights and styles[name] is None and {w.shape for w in weights.values()} == {(attention.head_dim,)}:
-                found[f"{prefix}{fqn}.{name}"] = LocalWeights(dict.fromkeys(weights, Replicate()))
-    return found
+                weight_styles[f"{prefix}{fqn}.{name}"] = LocalWeights(dict.fromkeys(weights, Replicate()))
+    return weight_styles
 
 
 def _unknown(raw: Mapping[str, str]) -> list[str]:
@@ -121,8 +121,8 @@ def _unknown(raw: Mapping[str, str]) -> list[str]:
 def _shares_experts(raw: Mapping[str, str], name: str) -> bool:
     """Return whether a module lies beside experts, whose output is added to its own: it sums up over the ranks."""
     block = name.rpartition(".")[0]
-    beside = any(style == EXPERTS and other.rpartition(".")[0] == block for other, style in raw.items())
-    return beside and any(style == "rowwise" and other.rpartition(".")[0] == name for other, style in raw.items())
+    has_experts = any(style == EXPERTS and other.rpartition(".")[0] == block for other, style in raw.items())
+    return has_experts and any(style == "rowwise" and other.rpartition(".")[0] == name for other, style in raw.items())
 
 
 def _style(model: Any, raw: Mapping[str, str], name: str, examples: list[nn.Module]) -> ParallelStyle | None:
