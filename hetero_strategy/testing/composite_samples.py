@@ -103,13 +103,13 @@ def _rows_of(model: Any, items: DrawnItems) -> list[int]:
     if not items.given:
         return []
     with torch.no_grad():
-        made = getattr(model.model, f"get_{items.kind}_features")(**items.given, return_dict=True).pooler_output
+        features = getattr(model.model, f"get_{items.kind}_features")(**items.given, return_dict=True).pooler_output
         if items.kind == "audio":  # of all items in one tensor
             lengths = items.given.get("feature_attention_mask")
             if lengths is None:
-                return [len(made) // len(items.sizes)] * len(items.sizes)
+                return [len(features) // len(items.sizes)] * len(items.sizes)
             return model.model.audio_tower._get_feat_extract_output_lengths(lengths.sum(1))[1].tolist()
-    counts = [len(part.reshape(-1, part.shape[-1])) for part in made]
+    counts = [len(part.reshape(-1, part.shape[-1])) for part in features]
     return counts if len(counts) == len(items.sizes) else [sum(counts) // len(items.sizes)] * len(items.sizes)
 
 
@@ -117,16 +117,16 @@ def _sounds(config: Any, sounds: list[int], generator: torch.Generator) -> Drawn
     """Sounds of some frames, padded with zeros to 96."""
     values = torch.randn(len(sounds), 16, 96, generator=generator)
     frames = torch.tensor(sounds, dtype=torch.int64)
-    given, sizes = {}, np.array([(1, 160 * count) for count in sounds], np.int64)
+    arguments, sizes = {}, np.array([(1, 160 * count) for count in sounds], np.int64)
     names: tuple[str, ...] = ("raw_rows", "samples")
     if sounds:
-        given["input_features"] = values
+        arguments["input_features"] = values
     if config.model_type != "voxtral":
         mask = torch.arange(96) < frames[:, None]
         values = values * mask[:, None]
-        given = {"input_features": values, "feature_attention_mask": mask.long()} if sounds else {}
+        arguments = {"input_features": values, "feature_attention_mask": mask.long()} if sounds else {}
         sizes, names = np.insert(sizes.reshape(-1, 2), 2, sounds, axis=1), (*names, "feature_attention_mask")
-    return DrawnItems("audio", given, values.flatten(1), sizes.reshape(-1, len(names)), names)
+    return DrawnItems("audio", arguments, values.flatten(1), sizes.reshape(-1, len(names)), names)
 
 
 def _pictures(model_type: str, pictures: list[tuple[int, int]], generator: torch.Generator) -> DrawnItems:
@@ -134,35 +134,36 @@ def _pictures(model_type: str, pictures: list[tuple[int, int]], generator: torch
         sizes = np.array(pictures, np.int64).reshape(-1, 2)
         values = torch.randn(int(sizes.prod(1).sum()), 3 * 2 * 49, generator=generator)
         grids = torch.from_numpy(np.insert(sizes, 0, 1, axis=1))
-        given = {"pixel_values": values, "image_grid_thw": grids} if pictures else {}
-        return DrawnItems("image", given, values, sizes, ("grid_h", "grid_w"))
+        arguments = {"pixel_values": values, "image_grid_thw": grids} if pictures else {}
+        return DrawnItems("image", arguments, values, sizes, ("grid_h", "grid_w"))
     if model_type in MANY:
         shapes = 7 * np.array(pictures, np.int64).reshape(-1, 2)
         each = [torch.randn(3, *shape, generator=generator) for shape in shapes.tolist()]
-        given = {"pixel_values": _padded(each), "image_sizes": torch.from_numpy(shapes)} if pictures else {}
+        arguments = {"pixel_values": _padded(each), "image_sizes": torch.from_numpy(shapes)} if pictures else {}
         values = torch.cat([torch.zeros(0, 3), *(one.flatten(1).T for one in each)])
         sizes = np.concatenate([shapes.prod(1)[:, None], shapes, shapes], axis=1)
         return DrawnItems(
-            "image", given, values, sizes, ("raw_rows", "image_sizes[0]", "image_sizes[1]", "tile[0]", "tile[1]")
+            "image", arguments, values, sizes, ("raw_rows", "image_sizes[0]", "image_sizes[1]", "tile[0]", "tile[1]")
         )
     tiles = [3 if model_type in SEVERAL else 1] * len(pictures)
     pixels = torch.randn(sum(tiles), 3, 28, 28, generator=generator)
     sizes = np.array([[count, 28, 28 * (count - 1)] for count in tiles], np.int64).reshape(-1, 3)
-    given = {"pixel_values": pixels} if pictures else {}
+    arguments = {"pixel_values": pixels} if pictures else {}
     if pictures and model_type in SEVERAL:
-        given = {"pixel_values": pixels.unflatten(0, (len(pictures), 3)), "image_sizes": torch.from_numpy(sizes[:, 1:])}
+        stacked = pixels.unflatten(0, (len(pictures), 3))
+        arguments = {"pixel_values": stacked, "image_sizes": torch.from_numpy(sizes[:, 1:])}
     if pictures and model_type in BATCHED:
-        given = {"pixel_values": pixels[None]}
+        arguments = {"pixel_values": pixels[None]}
     names = ("image_sizes[0]", "image_sizes[1]") if model_type in SEVERAL else ("h", "w")
-    return DrawnItems("image", given, pixels.flatten(1), sizes, ("tiles", *names))
+    return DrawnItems("image", arguments, pixels.flatten(1), sizes, ("tiles", *names))
 
 
 def _padded(pictures: list[Tensor]) -> Tensor:
     most = torch.tensor([picture.shape for picture in pictures]).amax(0).tolist()
-    made = torch.zeros(len(pictures), *most)
-    for place, picture in zip(made, pictures, strict=True):
+    padded = torch.zeros(len(pictures), *most)
+    for place, picture in zip(padded, pictures, strict=True):
         place[:, : picture.shape[1], : picture.shape[2]] = picture
-    return made
+    return padded
 
 
 class InDouble(TorchFunctionMode):

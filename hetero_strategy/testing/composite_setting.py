@@ -33,11 +33,11 @@ class InMemory:
     @property
     def columns(self) -> dict[str, slice]:
         """Return the numbers in sizes by transformers' name."""
-        found: dict[str, slice] = {}
+        ranges: dict[str, slice] = {}
         for number, each in enumerate(self.size_names):
             name = each.partition("[")[0]
-            found[name] = slice(found.get(name, slice(number, 0)).start, number + 1)
-        return found
+            ranges[name] = slice(ranges.get(name, slice(number, 0)).start, number + 1)
+        return ranges
 
     def raw_rows(self, sizes: np.ndarray) -> np.ndarray:
         """Return raw rows of items with these sizes: of patches their grid, else the first number."""
@@ -65,12 +65,12 @@ class CompositeSetting(Setting):
     @override
     def model(self, device: str = "meta") -> MultimodalModel:
         with torch.device(device):
-            made = hf_composite(self.folder, check=False)
+            parts = hf_composite(self.folder, check=False)
             for name, items in self.content[0].items.items():
-                if hasattr(encoder := made["modules"][name], "columns"):
+                if hasattr(encoder := parts["modules"][name], "columns"):
                     encoder.columns = InMemory(items.kind, items.names, 0, encoder).columns
                     encoder.runs_vary = "tile" in encoder.columns
-            return MultimodalModel(**made).train().to(self.storage.master)
+            return MultimodalModel(**parts).train().to(self.storage.master)
 
     def samples_of(self, seed: int) -> tuple[MediaSample, ...]:
         """Return the samples of a step."""

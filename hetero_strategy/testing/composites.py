@@ -89,12 +89,12 @@ def built(config: Any) -> Any:
 
 def _text(config: Any) -> Any:
     fields = {**tiny_fields(config), "num_key_value_heads": 2, "initializer_range": 0.2}
-    made = type(config)(**{**fields, **OWN.get(config.model_type, {})})
+    small = type(config)(**{**fields, **OWN.get(config.model_type, {})})
     if config.model_type in AXES:
-        made.rope_parameters = {
-            **made.rope_parameters, "rope_theta": 1e6, "mrope_section": AXES[config.model_type]
+        small.rope_parameters = {
+            **small.rope_parameters, "rope_theta": 1e6, "mrope_section": AXES[config.model_type]
         }  # fmt: skip
-    return made
+    return small
 
 
 def _tower(config: Any) -> Any:

@@ -31,8 +31,8 @@ class Trained(L.Callback):
 
 def gradients_of(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Return copies of all gradients by parameter, whole and in fp64; a collective if some are sharded."""
-    found = {f"{n}.{fqn}": p.grad for n, module in modules.items() for fqn, p in module.named_parameters()}
-    whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items() if g is not None}
+    own = {f"{n}.{fqn}": p.grad for n, module in modules.items() for fqn, p in module.named_parameters()}
+    whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in own.items() if g is not None}
     return {name: g.detach().double().cpu().clone() for name, g in whole.items()}
 
 
@@ -46,11 +46,11 @@ def train(module: L.LightningModule, data: L.LightningDataModule, *, steps: int 
         trainer: further arguments of the Trainer: ``strategy``, ``devices`` in a world of :class:`Pool`, or
             ``precision``.
     """
-    found = Trained()
+    callback = Trained()
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     options = {"accelerator": "cpu", "devices": 1, "precision": "64-true", "limit_val_batches": 0, **quiet, **trainer}
-    L.Trainer(max_steps=steps, callbacks=[found], enable_model_summary=False, **options).fit(module, data)
-    return Trained(found.losses, found.gradients)
+    L.Trainer(max_steps=steps, callbacks=[callback], enable_model_summary=False, **options).fit(module, data)
+    return Trained(callback.losses, callback.gradients)
 
 
 def relative_errors(
@@ -65,15 +65,15 @@ def relative_errors(
             they may be rounding noise.
     """
     least = small * max((float(g.norm()) for g in expected.values()), default=0.0)
-    found = {}
+    errors = {}
     for name, gradient in gradients.items():
         size = name
         if name.endswith(("k_proj.bias", "wk.bias")):  # softmax ignores a shift of all keys: this gradient is noise
             size = name.replace("bias", "weight")
         wanted = expected.get(name)
         within = max(float(expected[size].norm()), least) or 1.0 if wanted is not None else 1.0
-        found[name] = float("inf") if wanted is None else float((gradient - wanted).norm()) / within
-    return found
+        errors[name] = float("inf") if wanted is None else float((gradient - wanted).norm()) / within
+    return errors
 
 
 def differences(expected: Trained, ranks: Sequence[Trained], bound: float = 1e-10) -> list[str]:
@@ -85,13 +85,13 @@ def differences(expected: Trained, ranks: Sequence[Trained], bound: float = 1e-1
         bound: largest relative error of a loss or of a gradient.
     """
     missing = set(expected.gradients).difference(*(rank.gradients for rank in ranks))
-    found = [f"no rank has a gradient of {name}" for name in sorted(missing)]
+    faults = [f"no rank has a gradient of {name}" for name in sorted(missing)]
     for number, rank in enumerate(ranks):
         if len(rank.losses) != len(expected.losses):
-            found.append(f"rank {number} has {len(rank.losses)} losses, not {len(expected.losses)}")
+            faults.append(f"rank {number} has {len(rank.losses)} losses, not {len(expected.losses)}")
         for step, (loss, wanted) in enumerate(zip(rank.losses, expected.losses, strict=False)):
             if not abs(loss - wanted) <= bound * abs(wanted):
-                found.append(f"loss of step {step} on rank {number} is {loss}, not {wanted}")
+                faults.append(f"loss of step {step} on rank {number} is {loss}, not {wanted}")
         errors = relative_errors(rank.gradients, expected.gradients, 1e-5)
-        found += [f"gradient of {n} on rank {number} is off by {e:.2g}" for n, e in errors.items() if not e <= bound]
-    return found
+        faults += [f"gradient of {n} on rank {number} is off by {e:.2g}" for n, e in errors.items() if not e <= bound]
+    return faults

@@ -253,26 +253,26 @@ def step(rank: int, world: int, setting: Setting, seed: int = 0) -> Trained:
 
 def steps_alone(setting: Setting, steps: int, rate: float) -> tuple[dict[str, Tensor], MultimodalModel]:
     """Return the gradients of some steps of SGD in one process, by "step N: parameter", and the trained model."""
-    one, found = setting.on_one_rank, dict[str, Tensor]()
+    one, gradients = setting.on_one_rank, dict[str, Tensor]()
     with in_dtype(one.storage.master):
         model = one.model("cpu")
         for seed in range(steps):
             model(one.batch(seed, 0)).loss.backward()
-            found |= _descended(seed, model.modules_by_name, rate)
-    return found, model
+            gradients |= _descended(seed, model.modules_by_name, rate)
+    return gradients, model
 
 
 def steps_on_rank(
     rank: int, world: int, settings: Mapping[Any, Setting], steps: int, rate: float
 ) -> dict[Any, dict[str, Tensor]]:
     """Return the gradients of some steps of SGD of each setting on this rank of a world, as :func:`steps_alone`."""
-    found: dict[Any, dict[str, Tensor]] = {}
+    gradients: dict[Any, dict[str, Tensor]] = {}
     for name, setting in settings.items():
-        executor, found[name] = setting.assembled(rank).executor, {}
+        executor, gradients[name] = setting.assembled(rank).executor, {}
         for seed in range(steps):
             executor.run(setting.batch(seed, rank), train=True)
-            found[name] |= _descended(seed, executor.modules, rate)
-    return found
+            gradients[name] |= _descended(seed, executor.modules, rate)
+    return gradients
 
 
 def rearranged(
@@ -309,10 +309,10 @@ class Planned(NamedTuple):
 
 def planned(setting: Setting, seed: int) -> Planned:
     """Return the plan and schedule that every rank makes of a batch."""
-    made, plan = setting.blueprint, setting.plan(seed)
-    costs = PlannedCosts(plan, made.graph, made.costs)
-    schedule = make_schedule(setting.schedule, made.graph, work_of(plan, made.graph), costs, fill=setting.fill)
-    return Planned(plan, made, costs, schedule)
+    frame, plan = setting.blueprint, setting.plan(seed)
+    costs = PlannedCosts(plan, frame.graph, frame.costs)
+    schedule = make_schedule(setting.schedule, frame.graph, work_of(plan, frame.graph), costs, fill=setting.fill)
+    return Planned(plan, frame, costs, schedule)
 
 
 @contextmanager
@@ -379,8 +379,8 @@ def _tokens(
         for p, t in plan.feeds(encoder, "llm")
         if t == number
     }
-    made = SequenceInputs(ids, labels, Packing.of(lengths), slots=places)
+    inputs = SequenceInputs(ids, labels, Packing.of(lengths), slots=places)
     if context is None:
-        return made
+        return inputs
     own, ranks, by_heads = context
-    return in_context(made, own, assignment.dealt(instance, ranks), by_heads=by_heads)
+    return in_context(inputs, own, assignment.dealt(instance, ranks), by_heads=by_heads)

@@ -238,13 +238,13 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # what it runs on local tensors comes by later
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
         if any(issubclass(kind, FakeTensor) for kind in types):
-            return made
+            return result
         if name in ("mm", "addmm"):
             self.names.append("matmul")
         elif collective := self.COLLECTIVES.get(name):
             self.names.append(collective)
-            self.bytes[collective] += max(t.nbytes for t in tree_leaves([args, made]) if isinstance(t, torch.Tensor))
-        return made
+            self.bytes[collective] += max(t.nbytes for t in tree_leaves([args, result]) if isinstance(t, torch.Tensor))
+        return result
