@@ -37,15 +37,15 @@ def cached(
         return read(json.loads(file.read_text()))
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    made = make()
+    value = make()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False) as part:
-            json.dump(made, part, default=_plain)
+            json.dump(value, part, default=_plain)
         os.replace(part.name, file)
     except OSError as error:
         _log.warning("a result is not kept: %s; set XDG_CACHE_HOME to a folder that can be written to", error)
-    return made
+    return value
 
 
 def folder(kind: str = "profiles") -> Path:

@@ -237,10 +237,10 @@ class Transport:
                         buffer, place = _memory(rows.size, channel), rows
                     messages.append(WireMessage(False, buffer, peer))
                     owners.append((number, place))
-            given = self._given[number] if hop.sends else None
+            outgoing = self._given[number] if hop.sends else None
             for peer, rows in hop.sends:
-                assert given is not None
-                sent = self._pick(given, transfer.inputs if first else transfer.outputs, rows)
+                assert outgoing is not None
+                sent = self._pick(outgoing, transfer.inputs if first else transfer.outputs, rows)
                 messages.append(WireMessage(True, sent, peer))
                 owners.append((number, None))
             if first and hop.sends and not transfer.local[0].size:

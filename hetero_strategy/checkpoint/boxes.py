@@ -63,11 +63,11 @@ def _runs(
     size: int, dim: int, mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> list[tuple[int, int, int]]:
     """Return offset, size and start in the rank's part of each run of neighbours along a dimension."""
-    held = torch.arange(size).view([1] * dim + [-1])
+    indices = torch.arange(size).view([1] * dim + [-1])
     for placement, ranks, place in zip(placements, mesh_shape, coordinate, strict=True):
         if getattr(placement, "dim", None) == dim:
-            split: list[torch.Tensor] = placement._split_tensor(held, ranks, with_padding=False, contiguous=False)[0]  # type: ignore[attr-defined]
-            held = split[place]
-    held = held.flatten()
-    breaks = [0, *((held.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(held)]
-    return [(int(held[begin]), end - begin, begin) for begin, end in pairwise(breaks)]
+            split: list[torch.Tensor] = placement._split_tensor(indices, ranks, with_padding=False, contiguous=False)[0]  # type: ignore[attr-defined]
+            indices = split[place]
+    indices = indices.flatten()
+    breaks = [0, *((indices.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(indices)]
+    return [(int(indices[begin]), end - begin, begin) for begin, end in pairwise(breaks)]

@@ -92,8 +92,8 @@ def recorded_class(record: Record, config: Mapping[str, Any]) -> str | None:
     """
     if (architecture := next(iter(config.get("architectures") or ()), None)) is None:
         return None
-    if found := record.get("model_class"):
-        return str(found)
+    if model_class := record.get("model_class"):
+        return str(model_class)
     family = config.get("model_type")
     if family is None or hasattr(importlib.import_module(PACKAGE), architecture):
         return f"{PACKAGE}.{architecture}"
@@ -146,14 +146,14 @@ def as_in_origin(sources: Sources, origin: TensorFolder, tensors: Mapping[str, U
         group = {fqn: tensors.get(fqn, sources.tensors[fqn]) for fqn in fqns}
         one = len(names) == len(fqns) == 1
         plain = one and isinstance(sources.tensors[fqns[0]], Stored)
-        made = group if plain else conversions.revert(group, as_found=True)
+        converted = group if plain else conversions.revert(group, as_found=True)
         if one:  # whatever prefix the folder has
-            made = dict(zip(names, made.values(), strict=True))
-        if made.keys() != set(names):
+            converted = dict(zip(names, converted.values(), strict=True))
+        if converted.keys() != set(names):
             raise CheckpointError(
                 f"{origin.folder}: transformers does not turn {fqns[0]} back into {names[0]} and {len(names) - 1} more"
             )
-        out |= made
+        out |= converted
     return out
 
 

@@ -160,7 +160,7 @@ def fill(tensors: Mapping[str, torch.Tensor], index: Description, reader: Tensor
     """Fill tensors in place from the pieces that overlap this rank's parts. The checkpoint must have all of them."""
     parts = {key: t.to_local() if isinstance(t, DTensor) else t for key, t in tensors.items()}
     pieces = {(key, piece.offsets): piece for key in tensors for piece in index.tensors[key].pieces}
-    found: list[tuple[Piece, ReadItem, torch.Tensor]] = []
+    reads: list[tuple[Piece, ReadItem, torch.Tensor]] = []
     for key, tensor in tensors.items():
         metadata = _dcp_metadata(index.tensors[key])
         for box in boxes_of(tensor):
@@ -168,9 +168,9 @@ def fill(tensors: Mapping[str, torch.Tensor], index: Description, reader: Tensor
             for item in create_read_items_for_chunk_list(key, metadata, [chunk]):
                 piece = pieces[key, tuple(item.storage_index.offset or ())]
                 target = Box((), tuple(item.lengths), tuple(item.dest_offsets)).of(box.of(parts[key].detach()))
-                found.append((piece, item, target))
+                reads.append((piece, item, target))
     filled: dict[str, int] = defaultdict(int)
-    for piece, item, target in sorted(found, key=lambda one: one[0].rank):
+    for piece, item, target in sorted(reads, key=lambda one: one[0].rank):
         key = item.storage_index.fqn
         if target.numel():
             file, name = f"{rank_stem(piece.rank)}.safetensors", piece.name(key, index.tensors[key].shape)

@@ -374,8 +374,8 @@ def pieces_of(rank: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple
 def _boxes(owned: OwnedTensor, coordinates: Coordinates) -> list[Box]:
     """Return the boxes of a tensor that the rank with these coordinates holds; none are empty."""
     coordinate = () if owned.mesh is None else coordinates[owned.mesh]
-    found = boxes(owned.shape, owned.mesh_shape, coordinate, owned.placements)
-    return [box for box in found if 0 not in box.sizes or 0 in owned.shape]  # an uneven shard leaves ranks without one
+    parts = boxes(owned.shape, owned.mesh_shape, coordinate, owned.placements)
+    return [box for box in parts if 0 not in box.sizes or 0 in owned.shape]  # an uneven shard leaves ranks without one
 
 
 def _pieces(owned: OwnedTensor, ranks: Mapping[int, Coordinates]) -> dict[tuple[int, ...], Piece]:

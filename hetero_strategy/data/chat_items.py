@@ -97,8 +97,8 @@ def item_text(template: ChatTemplate, kind: str) -> str:
             alone, both = (template.rendered(turns, {0: parts}) for parts in ([text], [{"type": kind}, text]))
         except DataError:
             alone = both = ""
-        before, found, after = alone.partition(_ONE)
-        there = found and both != alone and both.count(_ONE) == 1
+        before, token, after = alone.partition(_ONE)
+        there = token and both != alone and both.count(_ONE) == 1
         first, last = _shared(before, both), _shared(after[::-1], both[::-1])
         template.items[kind] = both[first : len(both) - last].replace(_ONE, "") if there else ""
     return template.items[kind]
@@ -137,14 +137,14 @@ def _written(
     content, texts = _parts(turn.text, tokens)
     one = template.rendered(_with(others, number, _ONE), **variables)
     parts = template.rendered(others, {number: content}, **variables)
-    before, found, after = one.partition(_ONE)
+    before, marker, after = one.partition(_ONE)
     blanks = len(before)
     while before[-1:].isspace() and not parts.startswith(before):
         before = before[:-1]
     blanks -= len(before)
     inside = parts[len(before) : len(parts) - len(after)]
     pieces = _PART.split(inside)
-    known = found and parts == before + inside + after and list(map(int, pieces[2::4])) == list(range(len(texts)))
+    known = marker and parts == before + inside + after and list(map(int, pieces[2::4])) == list(range(len(texts)))
     if not known:
         raise DataError(
             f"the chat template writes turn {number + 1} ({turn.role}) with items in another way than without; give it"

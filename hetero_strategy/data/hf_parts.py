@@ -108,10 +108,10 @@ def rows_together(whole: Any, picture: Any, row: str) -> tuple[int, int] | None:
         return output["text_replacement_offsets"][0][0]["replacement"].count(row)
 
     try:
-        alone, beside = rows(1), rows(2)
+        alone, in_pair = rows(1), rows(2)
     except Exception:
         return None
-    return None if alone == beside else (alone, beside)
+    return None if alone == in_pair else (alone, in_pair)
 
 
 def without_values(alone: Any, whole: Any) -> tuple[Any, Any]:

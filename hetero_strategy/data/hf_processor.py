@@ -188,8 +188,8 @@ class HFProcessor:
                 item: Any = reading(path, "image", lambda _: upright(image).convert("RGB"))
         else:
             item = at_rate(*waveform_of(path), self._rate)
-        rows, made = self._made(item, path)
-        same_sizes(path, self.size_names, made.sizes, sizes)
+        rows, described = self._made(item, path)
+        same_sizes(path, self.size_names, described.sizes, sizes)
         return rows
 
     def written(self, sizes: Sequence[int]) -> tuple[str | int, ...]:
@@ -230,10 +230,10 @@ class HFProcessor:
         hashes = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items() if file.is_file()}
         blanks = [self._blank(size, self.folder) for size in PROBES[self.kind]]
         inner = self.inner_rows(np.array([blank.sizes for blank in blanks])).tolist()
-        made = [[*one.sizes, self._edge_rows(one), n, *one.written] for one, n in zip(blanks, inner, strict=True)]
+        row = [[*one.sizes, self._edge_rows(one), n, *one.written] for one, n in zip(blanks, inner, strict=True)]
         name = f"{type(self).__name__} of {type(self._parts[0]).__name__}"
         own = {"row": self._row and list(self._row), "transformers": __version__}
-        return {"kind": name, "field": self.field, "files": hashes, "blank": made, **own}
+        return {"kind": name, "field": self.field, "files": hashes, "blank": row, **own}
 
     # All that follows is computed once in a process.
 

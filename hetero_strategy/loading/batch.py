@@ -75,7 +75,7 @@ class Batch:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors that move with the batch."""
-        inputs = [x for made in self.inputs.values() for x in made if x is not None]
+        inputs = [x for instances in self.inputs.values() for x in instances if x is not None]
         return [*(tensor for x in inputs for tensor in tensors_of(x)), *([] if self.index is None else [self.index])]
 
     def _each(self, change: Callable[[Any], Any]) -> Batch:

@@ -191,12 +191,12 @@ class StepLoader:
             make = ProcessPool if self.workers.engine == "local" else RayPool
             self._pool = make(self.steps, self.workers.count, self.workers.prefetch)
         try:
-            made = self._made(self._pool.run(places), places, self._pass)
+            steps = self._made(self._pool.run(places), places, self._pass)
         except WorkerDied as death:
             raise self._died(death, places[0]) from None
         if self._background is None:
-            return map(self._finished, made)
-        return self._in_background(made, len(places), self._pass, self._background)
+            return map(self._finished, steps)
+        return self._in_background(steps, len(places), self._pass, self._background)
 
     def _drop_waiting(self, seconds: float | None = None) -> None:
         """Wait for batches of a pass that was left early, which other ranks make, too, and forget them.

@@ -151,10 +151,10 @@ def _backward(
         weights, sunk, slope = block.weights(sinks, scoring)
         own = gradient[0, :, block.rows].to(precise).unflatten(0, (len(block.key), -1)).flatten(1, 2)
         of_weights = (own @ block.value.transpose(1, 2)).view_as(weights)
-        given = weights
+        dropped = weights
         if (factors := _dropped(weights, seed, number, dropout)) is not None:
-            given, of_weights = weights * factors, of_weights * factors
-        of_value[0, :, block.keys] += given.flatten(1, 2).transpose(1, 2) @ own
+            dropped, of_weights = weights * factors, of_weights * factors
+        of_value[0, :, block.keys] += dropped.flatten(1, 2).transpose(1, 2) @ own
         mean = (of_weights * weights).sum(-1, keepdim=True)
         if sunk is not None:
             of_sinks -= (sunk * mean).sum((2, 3)).flatten()

@@ -94,8 +94,8 @@ class Conversions:
         for pattern, names in group.names.items():
             for name in names:
                 converter.add_tensor(fqn, name, pattern, get(name))
-        made = converter.convert(fqn, model=self.model, config=self.model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        tensors = converter.convert(fqn, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
 
     def revert(self, tensors: Mapping[str, Unread], *, as_found: bool = False) -> dict[str, Unread]:
         """Return the tensors of a folder that these of the model become, by their names there.
@@ -112,14 +112,14 @@ class Conversions:
         for fqn, tensor in tensors.items():
             first, pattern = self._loading.apply_converters(fqn, converters)
             together.setdefault("" if pattern is None else first, {})[fqn] = tensor
-        made: dict[str, Unread] = {}
+        converted: dict[str, Unread] = {}
         for group in together.values():
             run = functools.partial(self._revert, group)
             try:
-                made |= run(lambda tensor: tensor)
+                converted |= run(lambda tensor: tensor)
             except (TypeError, AttributeError):  # it does more than move slices
-                made |= self.whole(run)
-        return made
+                converted |= self.whole(run)
+        return converted
 
     def whole(self, run: Callable[[Callable[[Unread], Any]], dict[str, Any]]) -> dict[str, Unread]:
         """Return the results of a conversion that reads all of its tensors; it first runs on the meta device."""
@@ -191,11 +191,11 @@ def sources_of(folder: TensorFolder, model_class: type | None) -> Sources:
     together: dict[tuple[str, ...], tuple[str, ...]] = {}
     for fqn, group in groups.items():
         try:
-            made = conversions.convert(fqn, group, functools.partial(Stored, folder))
+            converted = conversions.convert(fqn, group, functools.partial(Stored, folder))
         except (TypeError, AttributeError):  # it does more than move slices
-            made = _converted(conversions, fqn, group, folder)
-        tensors |= made
-        together[tuple(name for names in group.names.values() for name in names)] = tuple(made)
+            converted = _converted(conversions, fqn, group, folder)
+        tensors |= converted
+        together[tuple(name for names in group.names.values() for name in names)] = tuple(converted)
     for one, other in conversions.ties.items():
         if one in tensors and other in tensors:
             _check_tie(folder, groups[one], groups[other], tensors[one], tensors[other])
@@ -271,26 +271,26 @@ def match(
             f"{name}: {folder.folder / EXTRA} holds {len(odd)} tensors that this module lacks beside its Hugging"
             f" Face weights, such as {odd[:3]}: make the module that was exported, or take the file away"
         )
-    found = {fqn: sources.tensors[theirs] for fqn, theirs in names.items()}
+    source_of = {fqn: sources.tensors[theirs] for fqn, theirs in names.items()}
     for fqn, heads in weights.paired_heads.items():
-        found[fqn] = Picked(found[fqn], 0, halves_to_pairs(torch.arange(found[fqn].shape[0]), heads))
-    found |= {fqn: Stored(folder, fqn) for fqn in folder.own}
-    for fqn, source in found.items():
+        source_of[fqn] = Picked(source_of[fqn], 0, halves_to_pairs(torch.arange(source_of[fqn].shape[0]), heads))
+    source_of |= {fqn: Stored(folder, fqn) for fqn in folder.own}
+    for fqn, source in source_of.items():
         if source.shape != shapes[fqn]:
-            stacked = (of for of, made in sources.groups.items() if names.get(fqn) in made)
+            stacked = (of for of, members in sources.groups.items() if names.get(fqn) in members)
             lacking = _lacking(next(stacked, ()), shapes[fqn][0] if shapes[fqn] else 0)
             raise ModelError(
                 f"{name}: {names.get(fqn, fqn)} in {folder.folder} has shape {tuple(source.shape)}, the model has"
                 f" {tuple(shapes[fqn])}{lacking and f', as there is no {lacking}'}: "
                 + (f"take {EXTRA} away to train it anew" if fqn in folder.own else UNLIKE + advice)
             )
-    if whole := sorted(names[fqn] for fqn, source in found.items() if isinstance(source, Converted)):
+    if whole := sorted(names[fqn] for fqn, source in source_of.items() if isinstance(source, Converted)):
         warnings.warn(
             f"{name}: read whole on every rank: {len(whole)} tensors, such as {whole[0]}, whose conversion by"
             " transformers does more than move slices",
             stacklevel=2,
         )
-    return found
+    return source_of
 
 
 def _lacking(names: Iterable[str], count: int) -> str:

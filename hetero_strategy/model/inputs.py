@@ -150,14 +150,15 @@ class Packing(Movable):
     def only(self, units: np.ndarray, more: int = 0) -> Packing:
         """Return the packing of some sequences, int64 ``[n]``, and of ``more`` rows that follow as one more."""
         lengths = self.lengths[units]
-        made = Packing.of(np.append(lengths, more) if more else lengths)
+        packing = Packing.of(np.append(lengths, more) if more else lengths)
         source = ragged.expand(ragged.starts(self.lengths)[units], lengths)
         shift = torch.from_numpy((np.arange(len(source)) - source).astype(np.int32))
         for window, mask in self.masks.items():
             rest = mask.new_zeros(2, mask.shape[1], more)
             rest[:, 0] = torch.stack([torch.full((more,), len(source)), torch.arange(more) + len(source) + 1])
-            made.masks = {**made.masks, window: torch.cat([mask[..., torch.from_numpy(source)] + shift, rest], dim=2)}
-        return made
+            longer = torch.cat([mask[..., torch.from_numpy(source)] + shift, rest], dim=2)
+            packing.masks = {**packing.masks, window: longer}
+        return packing
 
     @property
     def rows(self) -> int:

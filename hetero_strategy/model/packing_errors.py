@@ -48,7 +48,7 @@ def packing_errors(module: CausalLM, ids: Tensor | None = None) -> dict[str, flo
     changed = rows.clone()
     changed[change:last] = other[change:last]
     with torch.no_grad():
-        packed, moved = (_rows(module, inputs, given) for given in (rows, changed))
+        packed, moved = (_rows(module, inputs, values) for values in (rows, changed))
         elsewhere = [*range(first), *range(last, len(rows))]
         alone = [
             row_difference(packed[a:b], _rows(module, inputs.only(np.array([number])), rows[a:b]))
@@ -84,7 +84,7 @@ def _in_two_parts(module: CausalLM, inputs: SequenceInputs, rows: Tensor) -> Ten
     """Run two context-parallel ranks as threads, which hand each other their keys."""
     meeting, total = Meeting(2), len(rows)
     dealt = two_chunks(total, 2)
-    found: list[Tensor | BaseException] = [torch.empty(0)] * 2
+    results: list[Tensor | BaseException] = [torch.empty(0)] * 2
 
     def rank(number: int) -> None:
         part = in_context(inputs, number, dealt, module.kind.rules)
@@ -93,10 +93,10 @@ def _in_two_parts(module: CausalLM, inputs: SequenceInputs, rows: Tensor) -> Ten
         own = rows[dealt[number]]
         try:
             with torch.no_grad(), torch.device("cpu"):  # both belong to a thread
-                found[number] = _rows(module, part, own)
+                results[number] = _rows(module, part, own)
             meeting.leave(number)
         except BaseException as error:
-            found[number] = error
+            results[number] = error
             meeting.barrier.abort()
 
     threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(2)]
@@ -104,11 +104,11 @@ def _in_two_parts(module: CausalLM, inputs: SequenceInputs, rows: Tensor) -> Ten
         thread.start()
     for thread in threads:
         thread.join()
-    errors = [one for one in found if isinstance(one, BaseException)]
+    errors = [one for one in results if isinstance(one, BaseException)]
     if errors:
         raise next((one for one in errors if not isinstance(one, threading.BrokenBarrierError)), errors[0])
     whole = torch.empty_like(rows)
-    for number, one in enumerate(found):
+    for number, one in enumerate(results):
         assert isinstance(one, Tensor)
         whole[dealt[number]] = one.to(whole.dtype)
     return whole

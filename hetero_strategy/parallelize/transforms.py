@@ -87,10 +87,10 @@ def _made(module: str, name: str, setting: object) -> Transform:
     known = {kind.name: kind for kind in ORDER}
     if name not in known:
         raise ConfigError(f"HeteroStrategy: transforms of '{module}' have no {name!r}; {hint(name, list(known))}")
-    made = known[name].of(setting)
-    if made is None:
+    transform = known[name].of(setting)
+    if transform is None:
         raise ConfigError(f"HeteroStrategy: {name} of '{module}' is {setting!r}; use one of: {known[name].settings}")
-    return made
+    return transform
 
 
 def settings(transforms: Transforms) -> dict[str, dict[str, str | int]]:

@@ -53,7 +53,7 @@ class Recording:
     compiler: StepCompiler
     plan: StepPlan
     train: bool
-    asked: Mark
+    requested: Mark
     """When this rank was called to run the step: it makes the schedule after that."""
     begin: Mark
     end: Mark | None = None
@@ -78,7 +78,7 @@ class Recording:
     def whole(self) -> tuple[float, float]:
         """Return when this rank was called to run the step and when it had the results, on the same clock."""
         assert self.done is not None
-        return self._seconds(self.asked), self._seconds(self.done)
+        return self._seconds(self.requested), self._seconds(self.done)
 
     def _seconds(self, mark: Mark) -> float:
         if isinstance(mark, float):

@@ -116,8 +116,8 @@ def _due(plan: StepPlan, graph: StageGraph, rank: int, one: RankTransfer) -> int
     there, sends = places_among(blocks.source_instance, graph.stages[source].members)
     here, reads = places_among(blocks.target_instance, graph.stages[target].members)
     instances, start = (there, blocks.source_start) if one.backward else (here, blocks.target_start)
-    mine = (instances == instance) & sends & reads
-    pieces = side.cut(instances[mine], start[mine], blocks.rows[mine])
+    chosen = (instances == instance) & sends & reads
+    pieces = side.cut(instances[chosen], start[chosen], blocks.rows[chosen])
     return int(pieces.rows[pieces.part == part].sum())
 
 

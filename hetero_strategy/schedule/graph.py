@@ -181,7 +181,7 @@ class PlannedCosts:
             times = forward_times(of_stages, rows, squares, None if load is None else load.after)
             for nodes in graph.chains[module]:
                 self._forward.update((n, graph.stages[n].own(x)) for n, x in zip(nodes, times, strict=True))
-        self._usual = {node: usual(node, found).tolist() for node, found in self._forward.items()}
+        self._usual = {node: usual(node, seconds).tolist() for node, seconds in self._forward.items()}
 
     def __call__(self, action: Action) -> float:
         if action.microbatch < 0:

@@ -209,9 +209,9 @@ def most(numbers: ActionIndex, made: Sequence[LaneProgram], bounds: Mapping[str,
             worst[module] = numbers.units
         elif any(op[0] == BACKWARD for op in program):
             worst[module] = max(worst.get(module, 1), programs.held(program))
-    held = zip(numbers.nodes, numbers.backward, strict=True)
+    lists = zip(numbers.nodes, numbers.backward, strict=True)
     return [
-        min(worst.get(n.module, 1), bounds.get(n.module, numbers.units) if back else numbers.units) for n, back in held
+        min(worst.get(n.module, 1), bounds.get(n.module, numbers.units) if back else numbers.units) for n, back in lists
     ]
 
 

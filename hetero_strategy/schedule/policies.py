@@ -220,11 +220,11 @@ def _of_torch(name: str, steps: ModuleSteps) -> tuple[RankProgram, ...]:
 
 @lru_cache(64)
 def _early_enough(name: str, pipeline: Pipeline, must: tuple[int, ...]) -> tuple[RankProgram, ...]:
-    grid = made = torch_programs(name, pipeline.pp, pipeline.vpp, len(must))
+    grid = delayed = torch_programs(name, pipeline.pp, pipeline.vpp, len(must))
     late = max(programs.missing(program, pipeline.stages - 1, must) for program in grid)
-    while late and programs.duration(pipeline, made := tuple(programs.sooner(one, late) for one in grid)) is None:
+    while late and programs.duration(pipeline, delayed := tuple(programs.sooner(one, late) for one in grid)) is None:
         late += 1  # a cut last round, moved, may wait in a circle; with all forwards first it cannot
-    return made
+    return delayed
 
 
 for _policy in (

@@ -241,8 +241,8 @@ class Fitted:
     def seconds(self, plan: StepPlan, graph: StageGraph, action: Action) -> Float64[np.ndarray, "instances"]:
         """Return the fitted seconds of an action on every instance; 0 without rows, and if it was never measured."""
         line = self.lines.get((action.node.all_instances, action.kind), NOTHING)
-        given = terms(plan, graph, action)
-        return np.asarray(given @ np.array(line)) * ((given[:, 1] > 0) | (action.microbatch < 0))
+        features = terms(plan, graph, action)
+        return np.asarray(features @ np.array(line)) * ((features[:, 1] > 0) | (action.microbatch < 0))
 
     def _drawn(
         self, plan: StepPlan, schedule: Schedule, step: int, random: np.random.Generator

@@ -154,13 +154,13 @@ def dry_run(
     coverage, rank_sets = Coverage(shapes, plan.layouts), dict[int, tuple[tuple[int, ...], ...]]()
     ranks: list[BuiltRank] = []
     sampled = _sampled(plan.graph, world_size)
-    for number, (rank, (lane, alike, stages)) in enumerate(sorted(sampled.items())):
+    for number, (rank, (lane, copies, stages)) in enumerate(sorted(sampled.items())):
         tell(f"rank {rank}, {number + 1} of {len(sampled)}")
         with _noted(faults, "build", rank), fake_world(rank, world_size):
             assembled = assemble("model", _copied(model), plan, rank, META)
             rank_sets[rank] = assembled.registry.created
             faults += _program_faults(rank, steps, plan.graph)
-            ranks.append(_built(rank, assembled, lane, alike, stages, steps, coverage, ranks_per_node))
+            ranks.append(_built(rank, assembled, lane, copies, stages, steps, coverage, ranks_per_node))
     faults += _group_faults(rank_sets)
     faults += [Fault("checkpoint", message, None, stage.module, stage.stage) for stage, message in coverage.faults()]
     if memory is not None:
