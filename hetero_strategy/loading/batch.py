@@ -100,7 +100,8 @@ class Batch:
             else replace(table, targets=np.where(bad[table.sample], 0, table.targets))
             for module, table in known.items.items()
         }
-        plan = replace(self.plan, metadata=replace(known, labels=np.where(bad, 0, known.labels), items=items))
+        labels = np.where(bad, 0, known.labels)
+        plan = replace(self.plan, metadata=replace(known, labels=labels, items=items, skipped=bad))
         inputs = {
             module: tuple(
                 None if x is None else x.silenced(self._of_units(module, n, bad)) for n, x in enumerate(module_inputs)

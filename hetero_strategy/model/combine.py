@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -137,14 +138,17 @@ class StepSums:
         """
         if module not in self.routed:
             return None
-        rows = [int(each.inner_rows.sum()) for each in self._plan.assignments[module]]
+        assignments, known = self._plan.assignments[module], self._plan.metadata
+        skipped = None if known.skipped is None else known.skipped[known.sample_of(module)]
+        counted = [slice(None) if skipped is None else ~skipped[each.units] for each in assignments]
+        rows = [int(each.inner_rows[own].sum()) for each, own in zip(assignments, counted, strict=True)]
         into = self.routed[module]
         into = into if speaks else (torch.zeros_like(into[0]), torch.zeros_like(into[1]))
-        return StepRouting(self._routings[module], rows, into, **options)
+        return StepRouting(self._routings[module], rows, into, skipped=skipped, **options)
 
-    @property
+    @cached_property
     def expert_rows(self) -> dict[str, Tensor]:
-        """Return :attr:`ModelOutput.expert_rows`."""
+        """Return :attr:`ModelOutput.expert_rows`, once the sums are those of all ranks."""
         return {name: rows.to(torch.int64) for name, (rows, _) in self.routed.items()}
 
     def output(self, loss: Tensor, losses: dict[str, Tensor], logits: tuple[Tensor, ...] | None = None) -> ModelOutput:

@@ -202,11 +202,12 @@ class MultimodalModel(nn.Module):
     def _forward(self, batch: BatchLike, call: int, keep_logits: bool) -> ModelOutput:
         device, dtype = self._device(), next(self.parameters()).dtype
         exact = dtype if dtype == torch.float64 else torch.float32
-        names, evaluation = self.with_loss(), not self.training
-        step = StepSums(self.modules_by_name, names, batch.plan, evaluation=evaluation, device=device, dtype=exact)
+        names, with_gradient = self.with_loss(), self.training and torch.is_grad_enabled()
+        step = StepSums(
+            self.modules_by_name, names, batch.plan, evaluation=not with_gradient, device=device, dtype=exact
+        )
         edge_rows: dict[Hashable, Tensor] = {}
         # Even if a module has no work or nothing trains below it, its loss has a (zero) gradient.
-        with_gradient = self.training and torch.is_grad_enabled()
         losses = {n: torch.zeros((), device=device, requires_grad=with_gradient) for n in names}
         logits: list[Tensor] = []
         for name in self.topological():
@@ -221,7 +222,7 @@ class MultimodalModel(nn.Module):
                 module.random_numbers.start(batch.plan.metadata, call, number, 0, 0, device, rows_of=0)
                 rows = _rows_for(batch, name, number, inputs.slots, edge_rows)
                 units = batch.plan.assignments[name][number].units
-                with counting(routed, number, len(units), by_autograd=True):
+                with counting(routed, number, units, by_autograd=True):
                     output = module(inputs, rows, **options)
                 check_output(module, output)
                 if isinstance(output, Tensor):

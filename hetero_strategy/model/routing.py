@@ -8,7 +8,7 @@ back with gradients.
 
 Biases are those of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): they change which experts are chosen, and no weights.
 
-Only real rows count: neither alignment rows nor the row of an instance without samples.
+Only real rows count: neither alignment rows nor those of skipped samples, nor the row of an instance without samples.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hetero_strategy.model.inputs import host_index
 
 
 @dataclass(eq=False)
@@ -70,8 +73,10 @@ class Tally:
     """Whether :attr:`probabilities` has a gradient; else backward adds :attr:`slope`."""
     again: bool = False
     """Whether the microbatch has run, so that layers run again for backward."""
+    skipped: Tensor | None = None
+    """int64: sequences whose rows do not count; None: all count."""
     real: Tensor | None = None
-    """bool ``[T]``: whether each row is one of a sequence."""
+    """bool ``[T]``: whether each row counts."""
     slope: Tensor | None = None
     """``[experts]``: gradient of the loss with respect to :attr:`probabilities`; None: zero."""
 
@@ -82,6 +87,8 @@ class Tally:
     def begin(self, sequence: Tensor, rows: int) -> None:
         """Note the sequence of each row, int64 ``[T]``, of which the first ``rows`` came in."""
         self.real = sequence < (self.units if rows else 0)
+        if self.skipped is not None:
+            self.real &= (sequence[:, None] != self.skipped).all(1)
 
 
 @torch.compiler.disable
@@ -144,10 +151,11 @@ class StepRouting:
 
     Args:
         routing: routers of the module.
-        rows: rows of each microbatch on all ranks, without alignment.
+        rows: rows of each microbatch on all ranks that count.
         into: fp64 ``[layers, experts]`` and fp64 scalar, to which choices and the loss are added.
         seed: factor of the module's loss, a number or a scalar tensor; None: it is not used.
         group: ranks of the last stage that have rows of their own, of all instances; None: this rank alone.
+        skipped: whether rows of each of the module's units do not count, bool ``[units]``; None: all count.
     """
 
     def __init__(
@@ -158,17 +166,18 @@ class StepRouting:
         *,
         seed: float | Tensor | None = 1.0,
         group: dist.ProcessGroup | None = None,
+        skipped: np.ndarray | None = None,
     ) -> None:
         self.routing, self._rows, self._into = routing, rows, into
-        self._seed, self._group = seed, group
+        self._seed, self._group, self._skipped = seed, group, skipped
         self._sums: dict[int, tuple[Tensor, Tensor, dist.Work | None]] = {}
         """Microbatch -> ``likeliest``, of all instances once the work is done, and own ``probabilities``."""
 
-    def tally(self, units: int, before: Tensor | None = None, *, by_autograd: bool = False) -> Tally:
-        """Return a tally for a forward of ``units`` sequences.
+    def tally(self, units: np.ndarray, before: Tensor | None = None, *, by_autograd: bool = False) -> Tally:
+        """Return a tally for a forward.
 
         Args:
-            units: number of sequences.
+            units: numbers of its sequences, int64 ``[n]``.
             before: :meth:`Tally.sums` of the stage before; None: this is the first stage.
             by_autograd: see :class:`Tally`.
         """
@@ -177,7 +186,9 @@ class StepRouting:
         if before is None:
             before = torch.zeros(2, routing.experts, dtype=torch.float64, device=into.device)
         likeliest, probabilities = before.view(2, -1)
-        return Tally(units, rows, likeliest, probabilities, by_autograd)
+        left_out = np.zeros(0, np.int64) if self._skipped is None else np.flatnonzero(self._skipped[units])
+        skipped = host_index(left_out, rows) if len(left_out) else None
+        return Tally(len(units), rows, likeliest, probabilities, by_autograd, skipped=skipped)
 
     def add(self, microbatch: int, tally: Tally, *, last: bool = True) -> None:
         """Add the choices of a forward; in the ``last`` stage start to sum a microbatch over instances."""
@@ -225,7 +236,7 @@ class StepRouting:
 def counting(
     step: StepRouting | None,
     microbatch: int,
-    units: int,
+    units: np.ndarray,
     before: Tensor | None = None,
     *,
     last: bool = True,

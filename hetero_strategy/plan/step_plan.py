@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 
 from hetero_strategy import ragged
 from hetero_strategy.layout.row_sharding import RowOrder
@@ -81,6 +81,8 @@ class StepMetadata:
     """Module that is not samplewise -> its items."""
     prompts: Int64[np.ndarray, "samples"] | None = None
     """Rows before the first predicted token of each sample, all rows if there is none; None: unknown."""
+    skipped: Bool[np.ndarray, "samples"] | None = None
+    """Samples that are computed and count for nothing, because their files could not be read; None: there are none."""
 
     def sample_of(self, module: str) -> Int64[np.ndarray, "units"]:
         """Return the sample of each of the module's units."""

@@ -260,7 +260,7 @@ class RunningStep:
         units = plan.assignments[node.module][microbatch].of(seat.instance)
         routed, (into, on) = self.routed.get(node.module), do.choices
         before = None if routed is None or into is None else self.transport.take(into)
-        with counting(routed, microbatch, len(units), before, last=on is None) as live.tally:
+        with counting(routed, microbatch, units, before, last=on is None) as live.tally:
             out = stage.forward(inputs, rows, hidden, differentiable=differentiable)
         if live.tally is not None and on is not None:
             self.transport.give(on, live.tally.sums())

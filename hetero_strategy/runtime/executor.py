@@ -78,8 +78,8 @@ class Executor:
     """The step in progress, or the one that failed."""
     expert_rows: Mapping[str, torch.Tensor] = field(init=False, default_factory=dict)
     """Rows that chose each expert in the last training step, by module with routers, int64 ``[layers, experts]``: sums
-    over all ranks, the same on every rank, reduced with the step's losses. :attr:`Routing.routers` names the layers;
-    :attr:`ModelOutput.expert_rows` has the same tensors."""
+    over all ranks, the same on every rank, reduced with the step's losses. :attr:`Routing.routers` names the layers.
+    They equal :attr:`ModelOutput.expert_rows`."""
     seeding: Seeding = field(init=False)
     """Switch for the seeding of modules."""
     unreached: Unreached = field(init=False)

@@ -281,6 +281,7 @@ def test_ranks_with_several_instances_silence_their_own(digits: Path, tmp_path: 
                 assert (now == IGNORE).all() if bad[unit] else now.equal(was)
             left += int((new.labels != IGNORE).sum())
         assert after.plan.loss_tokens == before.plan.metadata.labels[~bad].sum()
+        assert after.plan.metadata.skipped is bad
     assert left == after.plan.loss_tokens
     with pytest.raises(ValueError, match="which of 3 instances"):
         Batch(before.plan, before.inputs).without(bad)

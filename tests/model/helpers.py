@@ -116,6 +116,7 @@ class HandBatch:
     labels: np.ndarray
     order: dict = field(default_factory=dict)
     """(microbatch, source, target) -> source row of each slot."""
+    skipped: np.ndarray | None = None
 
     @property
     def inputs(self):
@@ -128,7 +129,9 @@ class HandBatch:
         assignments = {name: tuple(self._computed(name, number) for number in range(len(self.units))) for name in names}
         return SimpleNamespace(
             assignments=assignments,
-            metadata=SimpleNamespace(epoch=0, step=0, labels=self.labels),
+            metadata=SimpleNamespace(
+                epoch=0, step=0, labels=self.labels, skipped=self.skipped, sample_of=lambda _: slice(None)
+            ),
             normalizer=lambda name: max(1, int(self.labels.sum())),
             counted=lambda name: int(self.labels.sum()),
         )
