@@ -38,6 +38,7 @@ class Routing:
         biases: FQN of the buffer that each router adds to its scores before it chooses.
         balance: coefficient of the loss; 0: there is none.
         bias_step: size of a bias's change in each optimizer step; 0: biases stay.
+        normalized: whether routers return probabilities in place of logits.
     """
 
     routers: tuple[str, ...]
@@ -45,6 +46,7 @@ class Routing:
     biases: tuple[str, ...] = ()
     balance: float = 0.0
     bias_step: float = 0.0
+    normalized: bool = False
     tally: Tally | None = None
     """Tally of the microbatch that runs now."""
     chosen: Tensor | None = None
@@ -105,13 +107,13 @@ def count_choices(routing: Routing, number: int, router: nn.Module, inputs: Any,
         return None
     if not tally.again:
         with torch.set_grad_enabled(tally.by_autograd and torch.is_grad_enabled()):
-            probabilities = _softmax(logits)
+            probabilities = logits if routing.normalized else _softmax(logits)
             visits = probabilities.topk(chosen.shape[-1], dim=-1).indices
             tally.likeliest = tally.likeliest + _histogram(visits, real, routing.experts)
             tally.probabilities = tally.probabilities + (probabilities * real[:, None]).sum(0, dtype=torch.float64)
     if tally.by_autograd or not torch.is_grad_enabled():
         return None
-    return logits, _Balanced.apply(weights, logits, real, tally), chosen
+    return logits, _Balanced.apply(weights, logits, real, tally, routing.normalized), chosen
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -126,12 +128,14 @@ def _histogram(chosen: Tensor, real: Tensor, experts: int) -> Tensor:
 
 
 class _Balanced(torch.autograd.Function):
-    """Weights as they are; backward adds the gradient of the balance loss to their logits."""
+    """Weights as they are; backward adds the gradient of the balance loss to their logits, or to probabilities."""
 
     @staticmethod
-    def forward(ctx, weights: Tensor, logits: Tensor, real: Tensor, tally: Tally):  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, weights: Tensor, logits: Tensor, real: Tensor, tally: Tally, normalized: bool
+    ):
         ctx.save_for_backward(logits, real)
-        ctx.tally = tally
+        ctx.tally, ctx.normalized = tally, normalized
         return weights.view_as(weights)
 
     @staticmethod
@@ -139,11 +143,13 @@ class _Balanced(torch.autograd.Function):
         logits, real = ctx.saved_tensors
         slope = ctx.tally.slope
         if slope is None or not ctx.needs_input_grad[1]:
-            return gradient, None, None, None
+            return gradient, None, None, None, None
+        if ctx.normalized:
+            return gradient, (slope * real[:, None]).to(logits.dtype), None, None, None
         probabilities = _softmax(logits)
         slope = slope.to(probabilities.dtype)
         centred = slope - (probabilities * slope).sum(-1, keepdim=True)
-        return gradient, (probabilities * centred * real[:, None]).to(logits.dtype), None, None
+        return gradient, (probabilities * centred * real[:, None]).to(logits.dtype), None, None, None
 
 
 class StepRouting:

@@ -7,7 +7,7 @@ of attention does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,8 +23,8 @@ from hetero_strategy.model.routing import Routing, count_choices
 
 HF_EXPERTS = "hetero_routed"
 """Name of the function in transformers' registry."""
-BIAS = "e_score_correction_bias"
-"""Name of a router's bias in every family that has one."""
+BIASES = ("e_score_correction_bias", "expert_bias")
+"""Names of a router's bias: in most families, and in AFMoE and LFM2."""
 
 
 def use_routed_experts(model: nn.Module) -> None:
@@ -64,23 +64,25 @@ def check_experts(who: str, model: nn.Module, config: Any) -> None:
 
 
 @contextmanager
-def routers_that_run(model: nn.Module) -> Iterator[list[str]]:
-    """Collect the FQNs of routers that run: modules of which transformers can record ``router_logits``, and that return
-    logits ``[T, experts]``, weights and experts of each row.
+def routers_that_run(model: nn.Module) -> Iterator[dict[str, str]]:
+    """Collect routers that run: modules of which transformers can record ``router_logits``, and that return logits
+    ``[T, experts]``, weights and experts of each row. FQN -> the function that made its "logits" if it is no matmul:
+    ``"Softmax"``, ``"Sigmoid"``.
     """
     experts = max(expert_parts(model).values(), default=0)
     recorders = [getattr(type(part), "_can_record_outputs", None) or {} for part in model.modules()]
     records = [of["router_logits"] for of in recorders if "router_logits" in of]
     listed = [one for record in records for one in (record if isinstance(record, (list, tuple)) else [record])]
     classes = tuple({getattr(one, "target_class", one) for one in listed})
-    ran: list[str] = []
+    ran: dict[str, str] = {}
 
-    def note(fqn: str, router: nn.Module, given: Any, made: Any) -> None:
-        if isinstance(made, tuple) and len(made) == 3 and made[0].shape[-1] == experts:
-            ran.append(fqn)
+    def note(fqn: str, router: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if isinstance(output, tuple) and len(output) == 3 and output[0].shape[-1] == experts:
+            with torch.enable_grad():  # for the graph, on the meta device
+                ran[fqn] = _normalized_by(router.forward(*args, **kwargs)[0])
 
     named = [(fqn, part) for fqn, part in model.named_modules() if isinstance(part, classes)]
-    handles = [part.register_forward_hook(partial(note, fqn)) for fqn, part in named]
+    handles = [part.register_forward_hook(partial(note, fqn), with_kwargs=True) for fqn, part in named]
     try:
         yield ran
     finally:
@@ -88,13 +90,27 @@ def routers_that_run(model: nn.Module) -> Iterator[list[str]]:
             handle.remove()
 
 
+def _normalized_by(logits: Tensor) -> str:
+    """Return the name of the function that made a router's logits, if it is softmax or sigmoid; else nothing."""
+    node = logits.grad_fn
+    while node is not None and node.name() in ("ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0"):
+        node = node.next_functions[0][0]
+    name = "" if node is None else node.name().removesuffix("Backward0")
+    return name if name in ("Softmax", "Sigmoid") else ""
+
+
 def make_routing(
-    who: str, model: nn.Module, routers: list[str], config: Any, balance_loss: float | None, bias_step: float
+    who: str,
+    model: nn.Module,
+    routers: Mapping[str, str],
+    config: Any,
+    balance_loss: float | None,
+    bias_step: float,
 ) -> Routing | None:
     """Let a model's routers count their choices; None: it has none.
 
     Args:
-        routers: FQNs of the routers that have run.
+        routers: result of :func:`routers_that_run`.
         config: config of the language model.
         balance_loss: coefficient of the balance loss; None: transformers' own, 0 unless its config asks for the loss.
         bias_step: see :class:`Routing`.
@@ -116,13 +132,21 @@ def make_routing(
     biases = [bias for router in routers if (bias := _bias_of(model, router)) is not None]
     if balance_loss and not routers:
         raise ModelError(f"{who}: balance_loss={balance_loss}, but it has no routers that are known here; leave it out")
+    made_by = {*routers.values()}
+    if (balance_loss and not made_by <= {"", "Softmax"}) or len(made_by) > 1:
+        raise ModelError(
+            f"{who}: balance_loss={balance_loss}, but its routers return results of {' and '.join(sorted(made_by))} in"
+            " place of logits, from which no probabilities follow; set balance_loss=0"
+        )
     if bias_step and len(biases) != max(1, len(routers)):
-        raise ModelError(f"{who}: router_bias_step={bias_step}, but not all of its routers have {BIAS}; leave it out")
+        names = " or ".join(BIASES)
+        raise ModelError(f"{who}: router_bias_step={bias_step}, but not all of its routers have {names}; leave it out")
     if not routers:
         return None
     experts = max(expert_parts(model).values())
     named = tuple(f"model.{fqn}" for fqn in routers), tuple(f"model.{fqn}" for fqn in biases)
-    routing = Routing(named[0], experts, named[1] * (len(biases) == len(routers)), balance_loss, bias_step)
+    shown = named[1] * (len(biases) == len(routers))
+    routing = Routing(named[0], experts, shown, balance_loss, bias_step, normalized=made_by == {"Softmax"})
     for number, fqn in enumerate(routers):
         model.get_submodule(fqn).register_forward_hook(partial(count_choices, routing, number))
     return routing
@@ -132,12 +156,14 @@ def _bias_of(model: nn.Module, router: str) -> str | None:
     """Return the FQN of a router's bias, in it or next to it, once it is a buffer: training changes it, no gradient."""
     for owner in (router, router.rpartition(".")[0]):
         for name, part in model.get_submodule(owner).named_modules(prefix=owner):
-            bias = getattr(part, BIAS, None)
+            attribute = next((each for each in BIASES if getattr(part, each, None) is not None), None)
+            if attribute is None:
+                continue
+            bias = getattr(part, attribute)
             if isinstance(bias, nn.Parameter):  # which FSDP would shard
-                delattr(part, BIAS)
-                part.register_buffer(BIAS, bias.detach())
-            if bias is not None:
-                return f"{name}.{BIAS}"
+                delattr(part, attribute)
+                part.register_buffer(attribute, bias.detach())
+            return f"{name}.{attribute}"
     return None
 
 

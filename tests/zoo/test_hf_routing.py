@@ -13,23 +13,43 @@ from torch import Tensor
 from transformers.models.mixtral import modeling_mixtral
 
 from hetero_strategy.errors import ModelError
-from hetero_strategy.model import MultimodalModel
-from hetero_strategy.model.routing import StepRouting, note_choices, running
+from hetero_strategy.model import MultimodalModel, SequenceInputs
+from hetero_strategy.model.routing import StepRouting, counting, note_choices, running
+from hetero_strategy.testing.families import tiny_family
 from hetero_strategy.zoo.hf_causal_lm import HFCausalLM, hf_causal_lm
 from tests.model.helpers import HandBatch, ready, tokens
 from tests.zoo.families import TINY
 from tests.zoo.test_hf_experts import theirs, worst
 
 LENGTHS = (5, 3, 4)
-BIASED = ("deepseek_v3", "glm4_moe", "dots1", "ernie4_5_moe", "laguna", "minimax_m2", "mimo_v2_flash")
+BIASED = (
+    *("deepseek_v3", "glm4_moe", "dots1", "ernie4_5_moe", "laguna", "minimax_m2", "mimo_v2_flash", "hy_v3"),
+    *("afmoe", "lfm2_moe", "exaone_moe", "solar_open"),
+)
 OTHERS = (
     *("qwen2_moe", "phimoe", "gpt_oss", "deepseek_v2", "olmoe", "granitemoe", "qwen3_next", "granitemoehybrid"),
     *("minimax", "mixtral"),
 )
+GEMMA = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
+LFM2 = {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_hidden_layers": 4}
+MORE: dict[str, dict[str, Any]] = {
+    "gemma4_text": GEMMA | {"hidden_size_per_layer_input": 0},
+    "lfm2_moe": LFM2 | {"num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1},
+}
+"""Fields of families besides those of :func:`tiny_family`."""
+
+
+def sizes(model_type: str) -> dict[str, Any]:
+    return TINY[model_type] if model_type in TINY else {**tiny_family(model_type), **MORE.get(model_type, {})}
 
 
 def made(model_type: str, **options: Any) -> HFCausalLM:
-    return ready(hf_causal_lm(model_type=model_type, check=False, **TINY[model_type], **options))
+    return ready(hf_causal_lm(model_type=model_type, check=False, **sizes(model_type), **options))
+
+
+def labels_of(inputs: SequenceInputs) -> np.ndarray:
+    """Labels of each of the three sequences."""
+    return np.array([int((part >= 0).sum()) for part in inputs.labels[: sum(LENGTHS)].split(LENGTHS)])
 
 
 def load_balancing_loss(*given: Any) -> Tensor:
@@ -42,16 +62,16 @@ def load_balancing_loss(*given: Any) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:.* keep a state from row to row")
 @pytest.mark.parametrize("model_type", [
-    "qwen3_moe", "deepseek_v3", *(pytest.param(t, marks=pytest.mark.full) for t in (*OTHERS, *BIASED[1:])),
+    "qwen3_moe", "deepseek_v3", "gemma4_text",
+    *(pytest.param(t, marks=pytest.mark.full) for t in (*OTHERS, *BIASED[1:])),
 ])  # fmt: skip
 def test_loss_and_gradients_are_those_of_transformers(model_type: str) -> None:
     """One microbatch, with alignment rows, which count nowhere; theirs has a sequence in each row of a batch."""
     steps = {"router_bias_step": 0.01} if model_type in BIASED else {}
     ours = made(model_type, balance_loss=0.3, **steps)
     inputs = tokens(LENGTHS, vocab=ours.vocab_size, alignment=2)
-    labels = np.array([int((part >= 0).sum()) for part in inputs.labels[: sum(LENGTHS)].split(LENGTHS)])
     model = MultimodalModel({"llm": ours}, check_packing=False).train()
-    out = model(HandBatch([{"llm": inputs}], [{"llm": [0, 1, 2]}], labels))
+    out = model(HandBatch([{"llm": inputs}], [{"llm": [0, 1, 2]}], labels_of(inputs)))
     out.loss.backward()
     reference = theirs(ours)
     ids, mask = torch.zeros(3, 5, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.int64)
@@ -60,7 +80,9 @@ def test_loss_and_gradients_are_those_of_transformers(model_type: str) -> None:
     found = reference(input_ids=ids, attention_mask=mask, output_router_logits=True, use_cache=False)
     routing = ours.routing
     assert routing is not None
-    aux = load_balancing_loss(found.router_logits, routing.experts, TINY[model_type].get("moe_k", 2), mask)
+    logits = tuple(each.log() if routing.normalized else each for each in found.router_logits)
+    assert routing.normalized == (model_type == "gemma4_text")
+    aux = load_balancing_loss(logits, routing.experts, sizes(model_type).get("moe_k", 2), mask)
     token_loss = F.cross_entropy(found.logits[mask.bool()], inputs.labels[: sum(LENGTHS)])
     (token_loss + 0.3 * aux).backward()
     gradients = [
@@ -73,7 +95,60 @@ def test_loss_and_gradients_are_those_of_transformers(model_type: str) -> None:
     assert out.expert_rows["llm"].sum(1).tolist() == [2 * sum(LENGTHS)] * len(routing.routers)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "ernie4_5_moe", "minimax_m2"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gemma4_text"])
+def test_backward_adds_the_gradient_that_autograd_has(model_type: str) -> None:
+    """One process differentiates the loss; a pipeline adds its slope."""
+    ours = made(model_type, balance_loss=3.0)
+    routing, inputs, gradients = ours.routing, tokens(LENGTHS, vocab=ours.vocab_size), []
+    assert routing is not None
+    for by_autograd in (True, False):
+        into = torch.zeros(len(routing.routers), routing.experts, dtype=torch.float64), torch.zeros(())
+        step = StepRouting(routing, [12], into)
+        with counting(step, 0, np.arange(3), by_autograd=by_autograd) as tally:
+            loss = ours(inputs).loss_sum
+        assert tally is not None
+        if not by_autograd:
+            tally.slope = step.slope(0, step.likeliest(0))
+        with running(routing, None if by_autograd else tally):
+            (loss + step.finish() * by_autograd).backward()
+        gradients.append({n: p.grad for n, p in ours.named_parameters() if p.grad is not None})
+        ours.zero_grad()
+    assert worst(*gradients) < 1e-6
+
+
+def test_skipped_samples_count_for_nothing() -> None:
+    """As if they were not in the batch."""
+    ours, found = made("deepseek_v3", balance_loss=0.3), []
+    inputs, bad = tokens(LENGTHS, vocab=ours.vocab_size, alignment=2), np.array([False, True, False])
+    labels = labels_of(inputs)
+    model = MultimodalModel({"llm": ours}, check_packing=False).train()
+    for batch in (
+        HandBatch([{"llm": inputs.silenced(bad)}], [{"llm": [0, 1, 2]}], labels * ~bad, skipped=bad),
+        HandBatch([{"llm": inputs.only(np.flatnonzero(~bad))}], [{"llm": [0, 2]}], labels * ~bad),
+    ):
+        out = model(batch)
+        out.loss.backward()
+        gradients = {n: p.grad for n, p in ours.named_parameters() if p.grad is not None}
+        found.append((out.expert_rows["llm"], float(out.balance_losses["llm"]), gradients))
+        model.zero_grad()
+    (rows, loss, gradients), (wanted_rows, wanted_loss, wanted) = found
+    assert torch.equal(rows, wanted_rows) and loss == pytest.approx(wanted_loss, rel=1e-7)
+    assert worst(gradients, wanted) < 1e-5  # routers compute in fp32
+
+
+def test_without_gradients_nothing_is_counted() -> None:
+    """As on many ranks, where such a step is an evaluation."""
+    ours = made("deepseek_v3", balance_loss=0.3, router_bias_step=0.5)
+    model = MultimodalModel({"llm": ours}, check_packing=False).train()
+    inputs = tokens(LENGTHS, vocab=ours.vocab_size)
+    batch = HandBatch([{"llm": inputs}], [{"llm": [0, 1, 2]}], labels_of(inputs))
+    with torch.no_grad():
+        out = model(batch)
+    assert not out.expert_rows and not out.balance_losses
+    assert ours.routing is not None and ours.routing.chosen is None
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "ernie4_5_moe", "minimax_m2", "afmoe", "lfm2_moe"])
 def test_biases_follow_the_rows_of_all_batches_before_a_step(model_type: str) -> None:
     ours = made(model_type, router_bias_step=0.5).bfloat16()
     routing = ours.routing
@@ -116,7 +191,7 @@ def test_a_layer_that_runs_again_counts_once() -> None:
     routing, inputs = ours.routing, tokens(LENGTHS, vocab=ours.vocab_size)
     assert routing is not None
     into = torch.zeros(len(routing.routers), routing.experts), torch.zeros(())
-    tally, sums = StepRouting(routing, [12], into).tally(3), []
+    tally, sums = StepRouting(routing, [12], into).tally(np.arange(3)), []
     for again in (False, True, False):  # the last as if nothing noted that the microbatch has run
         tally.again = again
         with running(routing, tally):
@@ -132,7 +207,7 @@ def test_a_layer_that_runs_again_counts_once() -> None:
 ])  # fmt: skip
 def test_wrong_options_are_refused(model_type: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        hf_causal_lm(model_type=model_type, check=False, **TINY[model_type], **options)
+        hf_causal_lm(model_type=model_type, check=False, **sizes(model_type), **options)
 
 
 def test_the_loss_is_on_where_the_config_asks_for_it() -> None:
