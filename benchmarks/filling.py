@@ -150,8 +150,9 @@ def _beside(evaluator: Evaluator, candidate: Candidate, batch: StepMetadata) -> 
     """
     placed = evaluator.place(candidate)
     plan = evaluator._plan(placed, batch, candidate.microbatches, part=False)
-    seconds = ActionSeconds(plan, placed.graph, placed.times)
-    unlinked = ActionSeconds(plan, placed.graph, evaluator.unlinked(candidate))
+    work = evaluator.rank_work(placed, plan)
+    seconds = ActionSeconds(plan, placed.graph, placed.times, work)
+    unlinked = ActionSeconds(plan, placed.graph, evaluator.unlinked(candidate), work)
 
     def waits(action: Action) -> float:
         share = 1.0 if action.node.module == "vision" else ROOM

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -21,6 +22,8 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.monitor.measure import check_strategy, gather_on_first
 from hetero_strategy.monitor.throughput import expert_loads
 from hetero_strategy.monitor.timeline import Timeline, from_measured, from_simulation, write_trace
+from hetero_strategy.plan.deal_rows import Dealing
+from hetero_strategy.plan.step_plan import StepPlan
 from hetero_strategy.runtime.executor import Executor
 from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.schedule.compile import StepCompiler
@@ -66,10 +69,15 @@ class MeasuredAndSimulated(NamedTuple):
         return float(measured / simulated)
 
 
-def compare(executor: Executor, group: dist.ProcessGroup | None) -> MeasuredAndSimulated | None:
+def compare(
+    executor: Executor, group: dist.ProcessGroup | None, dealing: Mapping[str, Dealing] = MappingProxyType({})
+) -> MeasuredAndSimulated | None:
     """Simulate each of the last recorded steps with the fit of the other steps, and gather the measurements.
 
     This is a collective over ``group``, all ranks on the host, after training, and waits for the device.
+
+    Args:
+        dealing: how rows of modules were dealt to context-parallel ranks.
 
     Returns:
         The comparison on rank 0; None on other ranks, and if no step was recorded.
@@ -92,10 +100,10 @@ def compare(executor: Executor, group: dist.ProcessGroup | None) -> MeasuredAndS
             events[rank] = [(action, start + shift, stop + shift) for action, start, stop in timed]
             spans[rank] = begin + shift, end + shift
         ran.append(Ran(step.plan, step.schedule, events, spans))
-    return _pair(executor, ran)
+    return _pair(executor, ran, dealing)
 
 
-def _pair(executor: Executor, steps: Sequence[Ran]) -> MeasuredAndSimulated:
+def _pair(executor: Executor, steps: Sequence[Ran], dealing: Mapping[str, Dealing]) -> MeasuredAndSimulated:
     """Compare steps that ran with their simulations."""
 
     def width(source: StageId, target: StageId) -> float:
@@ -127,8 +135,16 @@ def _pair(executor: Executor, steps: Sequence[Ran]) -> MeasuredAndSimulated:
             stages_of(fitted.lines),
             steps[-1].plan.microbatches,
             rank_load(executor.expert_rows, layouts),
+            {name: keys_received(steps[-1].plan, name, of) for name, of in dealing.items()},
         ),
     )
+
+
+def keys_received(plan: StepPlan, module: str, dealing: Dealing) -> float:
+    """Return the keys that the busiest context-parallel rank receives for each row of its instance, in the mean."""
+    assignments = plan.assignments[module]
+    keys = dealing.work(plan.metadata, assignments).keys.max(axis=2).sum()
+    return float(keys) / max(1, sum(int(a.totals(inner=True).sum()) for a in assignments))
 
 
 def rank_load(rows: Mapping[str, torch.Tensor], layouts: Mapping[str, ModuleLayout]) -> float:
@@ -193,7 +209,7 @@ class TimelineMonitor(L.Callback):
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy: Any = trainer.strategy
-        self.last = compare(strategy.executor, strategy.background)
+        self.last = compare(strategy.executor, strategy.background, strategy.context.model.dealing)
         if self.last is None:
             return
         from hetero_strategy.monitor.draw import draw_timelines  # matplotlib takes a second to import

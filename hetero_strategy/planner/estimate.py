@@ -23,9 +23,11 @@ from hetero_strategy.planner.candidate import Candidate, RunOptions
 from hetero_strategy.planner.space import Degrees, contexts
 from hetero_strategy.profiling.memory import CUDA
 from hetero_strategy.profiling.stage_memory import ADAM_STATES, ParameterBytes, parameter_bytes
+from hetero_strategy.schedule.action import Kind
 from hetero_strategy.simulator.balance_context import attention_rules
 from hetero_strategy.simulator.cluster import Numbers
 from hetero_strategy.simulator.cost_model import CostModel, expert_synchronization, synchronization
+from hetero_strategy.simulator.stage_times import StageTimes
 
 BACKWARD = 1.3
 """Peak of a block's backward over the bytes the block keeps for it: gradients come on top."""
@@ -45,6 +47,8 @@ class Work:
     """Backward seconds of all units."""
     fixed: float
     """Seconds that each microbatch adds, however few rows it has."""
+    travel: float = 0.0
+    """Seconds that ranks wait for keys of other context-parallel ranks if all of these share each sequence."""
 
     @cached_property
     def seconds(self) -> Float64[np.ndarray, "blocks"]:
@@ -119,7 +123,7 @@ class Estimates:
             lines = [[t.forward for t in stages], [t.backward for t in stages]]
             forward, backward = (np.array([n.per_row * rows + n.per_pair * squares for n in part]) for part in lines)
             fixed = sum(line.fixed for part in lines for line in part)
-            self._work[key] = Work(forward, backward, fixed)
+            self._work[key] = Work(forward, backward, fixed, _travel(stages, rows, squares, cp))
         return self._work[key]
 
     def _work_of(self, module: str, degrees: Degrees) -> Work:
@@ -143,7 +147,7 @@ class Estimates:
         shares = [self.slowest_share(module, degrees.tp, n) for n in stages]
         share = np.reshape(shares, np.shape(degrees.pp))
         uneven = np.where(np.greater(degrees.dp, 1), self.unevenness(module, degrees.dp, microbatches), 1.0)
-        total = work.total / degrees.dp * uneven
+        total = (work.total + self._keys(module, degrees, microbatches)) / degrees.dp * uneven
         return total * share + microbatches * work.fixed / degrees.pp
 
     def later(self, module: str, degrees: Degrees, microbatches: Numbers) -> Numbers:
@@ -173,7 +177,15 @@ class Estimates:
         """Return the seconds that one microbatch needs through all stages, forward and backward."""
         work = self._work_of(module, degrees)
         uneven = self.unevenness(module, degrees.dp, microbatches)
-        return work.total / (degrees.dp * microbatches) * uneven + work.fixed
+        total = work.total + self._keys(module, degrees, microbatches)
+        return total / (degrees.dp * microbatches) * uneven + work.fixed
+
+    def _keys(self, module: str, degrees: Degrees, microbatches: Numbers) -> Numbers:
+        """Return the seconds in which ranks wait for keys, which are fewer the more sequences an instance has at a
+        time.
+        """
+        sequences = np.maximum(1.0, self._sizes[module].units / (degrees.dp * microbatches))
+        return self._work_of(module, degrees).travel * degrees.cp / (degrees.cp + sequences - 1)
 
     def synchronized(self, module: str, degrees: Degrees, microbatches: Numbers) -> Numbers:
         """Return the seconds of a step in which parameters are gathered or gradients summed and nothing is computed.
@@ -307,7 +319,8 @@ class Estimates:
         tp = degrees.neighbours
         if tp not in self.shape.modules[module].tp:
             return True
-        if self.work(module, degrees.tp, cp=degrees.cp).total < self.work(module, tp).total:
+        work = self.work(module, degrees.tp, cp=degrees.cp)
+        if work.total + work.travel < self.work(module, tp).total:
             return True
         most = self.choices[module][-1]
         half = degrees._replace(cp=degrees.cp // 2, dp_shard=2 * degrees.dp_shard, transforms=most)
@@ -343,6 +356,14 @@ class _Sizes(NamedTuple):
         if not len(self.lengths):
             return 0.0
         return np.interp(items / (items + 1), np.linspace(0, 1, len(self.lengths)), self.lengths)
+
+
+def _travel(stages: Sequence[StageTimes], rows: float, squares: float, cp: int) -> float:
+    """Return the seconds of :attr:`Work.travel`, forward and backward."""
+    received = np.full((1, 1), rows * (cp - 1) / cp)
+    kinds: tuple[tuple[Kind, str], ...] = (("F", "forward"), ("B", "backward"))
+    lines = ((x.keys, kind, getattr(x, name).per_pair * squares) for x in stages for kind, name in kinds)
+    return sum(float(keys.exposed(kind, received, np.full((1, 1), pairs))[0, 0]) for keys, kind, pairs in lines if keys)
 
 
 def lengths_and_squares(spec: ModelSpec, name: str, batch: StepMetadata) -> Float64[np.ndarray, "2 units"]:

@@ -17,8 +17,9 @@ from hetero_strategy.layout.spec import place
 from hetero_strategy.parallelize.storage import FP32, Storage
 from hetero_strategy.parallelize.transforms import Transforms, merged
 from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.plan.deal_rows import Dealing, RankWork
 from hetero_strategy.plan.plan_step import plan_step
-from hetero_strategy.plan.step_plan import StepMetadata, StepPlan
+from hetero_strategy.plan.step_plan import Assignment, StepMetadata, StepPlan
 from hetero_strategy.planner.candidate import Candidate
 from hetero_strategy.planner.estimate import lengths_and_squares
 from hetero_strategy.planner.step_seconds import (
@@ -37,6 +38,7 @@ from hetero_strategy.schedule.action import Schedule, StageId
 from hetero_strategy.schedule.build import make_schedule
 from hetero_strategy.schedule.config import ScheduleConfig
 from hetero_strategy.schedule.graph import work_of
+from hetero_strategy.simulator.balance_context import row_dealing
 from hetero_strategy.simulator.cluster import Cluster, Links
 from hetero_strategy.simulator.cost_model import CostModel
 from hetero_strategy.simulator.result import Simulation
@@ -61,10 +63,10 @@ class Placed(Blueprint):
     def alike(self) -> Hashable:
         """Return a key that is equal for candidates whose steps are planned, scheduled and simulated alike."""
         options, layouts = self.scheduling, self.layouts.items()
-        places = tuple((name, x.ranks, x.tp, x.pp, x.vpp, x.pp_style, x.dp, x.ep > x.neighbours) for name, x in layouts)
+        cuts = ((n, x.ranks, x.tp, x.pp, x.vpp, x.pp_style, x.dp, x.cp_order, x.ep > x.neighbours) for n, x in layouts)
         stages = tuple((n, s.trains, s.backward, s.sharded, s.whole) for n, s in self.graph.stages.items())
         times = tuple(map(during, self.times.values()))
-        return places, options.schedule, options.fill, frozenset(options.max_in_flight.items()), stages, times
+        return tuple(cuts), options.schedule, options.fill, frozenset(options.max_in_flight.items()), stages, times
 
     @property
     def together(self) -> set[StageId]:
@@ -125,6 +127,8 @@ class Evaluator:
         self._stages: dict[Hashable, list[StageTimes]] = {}
         self._firsts: dict[tuple[int, int], StepMetadata] = {}
         self._plans: dict[Hashable, tuple[StepMetadata, StepPlan]] = {}
+        self._orders: dict[Hashable, tuple[Assignment, ...]] = {}
+        self._work: dict[int, tuple[tuple[Assignment, ...], RankWork]] = {}
         self._simulated: dict[Hashable, tuple[StepPlan, Simulation]] = {}
         self.lengths = {name: self._length(name) for name in self.shape.modules}
         """Module -> mean rows of the unit that a row is in, that is, rows of a unit weighted by rows."""
@@ -228,7 +232,7 @@ class Evaluator:
 
     def simulated(self, placed: Placed, plan: StepPlan) -> Step:
         """Schedule a plan and simulate its modules that are placed."""
-        seconds = ActionSeconds(plan, placed.graph, placed.times)
+        seconds = ActionSeconds(plan, placed.graph, placed.times, self.rank_work(placed, plan))
         graph, scheduling = placed.graph, placed.scheduling
         work = work_of(plan, graph)
         bound = {name: most for name, most in scheduling.max_in_flight.items() if name in graph.pipelines}
@@ -248,16 +252,17 @@ class Evaluator:
     def _after(self, placed: Placed, plan: StepPlan, simulation: Simulation) -> After:
         after = seconds_after(simulation, placed.times)
         if self.cluster.shares_cores:
-            least = self.cluster.on_cores(self._work(placed, plan, simulation.schedule))
+            least = self.cluster.on_cores(self._busy(placed, plan, simulation.schedule))
             after = max(after, After(rest=least - simulation.time), key=lambda one: one.total)
         return after
 
-    def _work(self, placed: Placed, plan: StepPlan, schedule: Schedule) -> Float64[np.ndarray, "ranks"]:
+    def _busy(self, placed: Placed, plan: StepPlan, schedule: Schedule) -> Float64[np.ndarray, "ranks"]:
         """Return the seconds in which each rank needs a processor: its actions, its processor time for collectives, and
         the work after the last action.
         """
         times = self._working.place(placed.candidate).times
-        return work_of_ranks(schedule, ActionSeconds(plan, placed.graph, times), times, self.cluster.ranks)
+        seconds = ActionSeconds(plan, placed.graph, times, self.rank_work(placed, plan))
+        return work_of_ranks(schedule, seconds, times, self.cluster.ranks)
 
     @cached_property
     def _working(self) -> Evaluator:
@@ -268,7 +273,7 @@ class Evaluator:
         balance = replace(self._balance, budget={}) if part else self._balance
         instances = placed.placement.instances()
         balancing = balance.resolve(instances, placed.context(self.cluster.ranks_per_node))
-        balancing = replace(balancing, dealing={})  # changes no shape
+        dealing, balancing = balancing.dealing, replace(balancing, dealing={})  # it changes no shape
         of_order = placed.alike if balancing.order else None
         aligned = placed.row_multiple
         key = id(metadata), microbatches, part, content((instances, aligned, replace(balancing, order=None))), of_order
@@ -284,12 +289,34 @@ class Evaluator:
             )
             self._plans[key] = metadata, new_plan  # keeps the metadata alive, so that its id is its own
         plan = self._plans[key][1]
+        if dealt := {name: self._dealt(plan, name, of) for name, of in dealing.items()}:
+            plan = replace(plan, assignments={**plan.assignments, **dealt})
         if plan.microbatches > microbatches:  # a run takes more, too; this plan belongs to another candidate
             raise ConfigError(
                 f"planner: with {microbatches} microbatches a step does not keep the budget of every instance; plan for"
                 " more"
             )
         return plan
+
+    def rank_work(self, placed: Placed, plan: StepPlan) -> dict[str, RankWork]:
+        """Return module whose rows are dealt to context-parallel ranks -> their work in a plan."""
+        work = {}
+        for name, dealing in row_dealing(self.shape, placed.layouts).items():
+            assignments = plan.assignments[name]
+            if id(assignments) not in self._work:  # kept alive, so that its id is its own
+                self._work[id(assignments)] = assignments, dealing.work(plan.metadata, assignments)
+            work[name] = self._work[id(assignments)][1]
+        return work
+
+    def _dealt(self, plan: StepPlan, module: str, dealing: Dealing) -> tuple[Assignment, ...]:
+        """Return a module's assignments with the order of rows; equal ones of other plans are dealt once."""
+        assignments = plan.assignments[module]
+        key = id(plan.metadata), module, content((dealing, [(a.units, a.offsets, a.padding) for a in assignments]))
+        if key not in self._orders:
+            orders = dealing.orders(plan.metadata, assignments)
+            ordered = zip(assignments, orders, strict=True)
+            self._orders[key] = tuple(replace(assignment, order=order) for assignment, order in ordered)
+        return self._orders[key]
 
     def row_bytes(self, source: StageId, target: StageId) -> float:
         """Return the bytes of a row between two stages."""

@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float64
 
-from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.planner.evaluate import Evaluator, Step
 from hetero_strategy.planner.step_seconds import ActionSeconds
 from hetero_strategy.schedule.action import Action
-from hetero_strategy.simulator.cost_model import rank_collectives
 from hetero_strategy.simulator.result import Collective, Filling, inside_actions, work_on_rank
 from hetero_strategy.simulator.simulate import pairs, rows_between
 
@@ -148,23 +146,20 @@ class ExposedCollectives:
 
     An action waits for what it takes longer than on links without latency and of infinite bandwidth, so collectives
     that overlap compute do not count. UNSHARD and REDUCE are such waits as a whole. A backward that gathers and reduces
-    in every microbatch waits for both in proportion to their seconds, and so do ranks of tensor and context
-    parallelism.
+    in every microbatch waits for both in proportion to their seconds. Ranks of context parallelism wait for keys.
     """
 
     def __init__(self, evaluator: Evaluator, step: Step) -> None:
         placed, plan = step.placed, step.plan
+        work = evaluator.rank_work(placed, plan)
         unlinked = evaluator.unlinked(placed.candidate)
         whole_weights = {node: replace(times, once=True) for node, times in placed.times.items()}
-        self._times = placed.times
-        self._keys = {
-            name: _share_of_keys(evaluator, name, layout)
-            for name, layout in placed.placement.layouts.items()
-            if layout.cp > 1
-        }
-        self._seconds = ActionSeconds(plan, placed.graph, placed.times)
-        self._with_whole_weights = ActionSeconds(plan, placed.graph, whole_weights)
-        self._without_links = ActionSeconds(plan, placed.graph, unlinked)
+        without_keys = {node: replace(times, keys=None) for node, times in whole_weights.items()}
+        self._times, self._dealt = placed.times, work.keys()
+        self._seconds, self._with_whole_weights, self._without_keys, self._without_links = (
+            ActionSeconds(plan, placed.graph, times, work)
+            for times in (placed.times, whole_weights, without_keys, unlinked)
+        )
 
     def __call__(self, action: Action) -> Mapping[Collective, Float64[np.ndarray, "instances"]]:
         """Return the waits of one action by collective."""
@@ -174,17 +169,10 @@ class ExposedCollectives:
         whole = self._with_whole_weights(action)
         data, reduce = seconds - whole, 0.0 if action.kind == "F" else times.reduce
         gathers = times.gather / (times.gather + reduce) if times.gather + reduce else 0.0
-        rows, keys = whole - self._without_links(action), self._keys.get(action.node.module)
+        rows = self._without_keys(action)
         waits: dict[Collective, Float64[np.ndarray, "instances"]] = {
             "all-gather": gathers * data,
             "reduce-scatter": (1.0 - gathers) * data,
-            "tensor parallel": rows * (1.0 - (keys or 0.0)),
+            "tensor parallel": rows - self._without_links(action),
         }
-        return waits if keys is None else waits | {"context parallel": rows * keys}
-
-
-def _share_of_keys(evaluator: Evaluator, name: str, layout: ModuleLayout) -> float:
-    """Return context parallelism's share of a module's collectives over the ranks of an instance."""
-    of = rank_collectives(evaluator.shape.modules[name], layout, evaluator.cluster, evaluator.precision)
-    rows, keys = (line.fixed + line.per_row for line in of)
-    return keys / (rows + keys) if rows + keys else 0.0
+        return waits | {"context parallel": whole - rows} if action.node.module in self._dealt else waits

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Bool, Float64
 
+from hetero_strategy.plan.deal_rows import RankWork
 from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan, UnitRuns
 from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
 from hetero_strategy.schedule.graph import sizes_of, usual
@@ -24,10 +25,16 @@ LEAST_SHARE = 1 / 16
 
 
 class ActionSeconds:
-    """A table of seconds of the actions of one step, filled on demand."""
+    """A table of seconds of the actions of one step, filled on demand.
 
-    def __init__(self, plan: StepPlan, graph: StageGraph, times: Mapping[StageId, StageTimes]) -> None:
-        self._times, self._stages = times, graph.stages
+    Args:
+        work: attention of the context-parallel ranks of modules that deal rows, of which the slowest one counts.
+    """
+
+    def __init__(
+        self, plan: StepPlan, graph: StageGraph, times: Mapping[StageId, StageTimes], work: Mapping[str, RankWork]
+    ) -> None:
+        self._times, self._stages, self._work = times, graph.stages, work
         self._sizes = {
             (name, i): sizes_of(plan, name, i) for name, parts in plan.assignments.items() for i in range(len(parts))
         }
@@ -44,8 +51,12 @@ class ActionSeconds:
         if action.microbatch < 0:
             count = np.zeros(len(self._stages[action.node].grid))
             return times.seconds(action.kind, count, count)
-        sizes = self._sizes[action.node.module, action.microbatch]
-        return times.seconds(action.kind, *map(self._stages[action.node].own, sizes))
+        module, number, own = action.node.module, action.microbatch, self._stages[action.node].own
+        rows, squares = self._sizes[module, number]
+        if module not in self._work:
+            return times.seconds(action.kind, own(rows), own(squares))
+        squares, keys = (own(of[number].T).T for of in self._work[module])
+        return times.seconds(action.kind, np.broadcast_to(own(rows)[:, None], squares.shape), squares, keys).max(axis=1)
 
     def usual(self, action: Action) -> float:
         """Return the seconds by which orders rank the action, as in a run: gathers and sums count for nothing."""
@@ -184,4 +195,5 @@ def during(times: StageTimes) -> tuple[object, ...]:
     """
     overlaps = times.once and times.overlapped
     collectives = () if overlaps else (times.gather, times.reduce, times.beside)
-    return times.forward, times.input, times.weight, times.whole or NOTHING, times.once, times.overlapped, *collectives
+    lines = times.forward, times.input, times.weight, times.whole or NOTHING
+    return *lines, times.keys, times.once, times.overlapped, *collectives

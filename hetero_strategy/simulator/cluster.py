@@ -239,15 +239,16 @@ class Cluster:
         fewest, least = (int(np.unique(each, return_counts=True)[1].min()) for each in pairs)
         return fewest, least
 
-    def exchange(self, size: float, ranks: int) -> float:
-        """Return the seconds in which neighbouring ranks send each other equal parts of their rows, all at once.
+    def exchange(self, size: float, ranks: int, stride: int = 1) -> float:
+        """Return the seconds in which ranks that are ``stride`` apart send each other equal parts of their rows, all at
+        once.
 
         Args:
             size: bytes of one rank's rows, also of those that stay.
         """
         if ranks == 1:
             return 0.0
-        near = min(ranks, self.ranks_per_node)
+        near = min(ranks, max(1, self.ranks_per_node // stride))
         own, far = (near - 1) / self.within.bandwidth, (ranks - near) / self.across.bandwidth
         latency = self.within.latency if near == ranks else self.across.latency
         return latency + size / ranks * (own + far)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float64
 
 from hetero_strategy import ragged
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.spec import ModelSpec, ModuleSpec
+from hetero_strategy.plan.deal_instances import GROUPS
 from hetero_strategy.simulator.cluster import Cluster, CollectiveKind, Numbers
-from hetero_strategy.simulator.stage_times import NOTHING, Line, ModuleSeconds, StageTimes
+from hetero_strategy.simulator.stage_times import NOTHING, KeyTravel, Line, ModuleSeconds, StageTimes
 
 TP_COLLECTIVES = 4
 """All-gathers and reduce-scatters of all rows in a block's forward, and as many in its backward (Korthikanti et al.,
@@ -24,7 +26,10 @@ ATTENTION_BACKWARD = 2.5
 MOVED_BACKWARD = 1.5
 """Backward of the work between matmuls in forwards: it reads the input and a gradient, and writes a gradient."""
 EXCHANGES = 2
-"""Times that a layer's rows travel between ranks in a forward, to experts and back; their gradients as often."""
+"""Times that a layer's rows travel between ranks in a forward, to experts or heads and back; their gradients as often.
+"""
+KEYS_BACKWARD = 2
+"""Exchanges of keys in a block's backward: they come again, and their gradients return."""
 ADAM_BYTES = 28
 """Bytes that Adam moves per trained parameter: reads gradient, master and two moments, and writes the last three."""
 
@@ -129,7 +134,7 @@ def module_times(
     else:
         blocks = _measured_blocks(measured, shape, layout, cluster, recomputed, precision, overlap, expert_load)
     ends = ragged.offsets(np.asarray(layout.split if shape.has_blocks else (1,))).tolist()
-    stages = []
+    exchanges, stages = key_exchanges(shape, fed, recomputed), []
     for a, b in pairwise(ends):
         held, experts = shape.held(a, b), shape.divided_experts(a, b, layout.ep)
         owned, trains = (float(n - own) / layout.tp for n, own in zip(held, experts, strict=True))
@@ -145,7 +150,9 @@ def module_times(
         f, i, w, *whole_backward = (reduce(Line.plus, lines[a:b], NOTHING) for lines in blocks)
         collectives = gather, scatter + replicas, once, after + adam / accumulated
         overlaps = not cluster.shares_cores
-        stages.append(StageTimes(f, i, w, *collectives, overlap.dp and once and overlaps, overlaps, *whole_backward))
+        whole = whole_backward[0] if whole_backward else None
+        keys = key_travel(shape, layout, cluster, precision, exchanges[:, a:b].sum(axis=1).tolist())
+        stages.append(StageTimes(f, i, w, *collectives, overlap.dp and once and overlaps, overlaps, whole, keys))
     return stages
 
 
@@ -234,12 +241,12 @@ def block_lines(
     peak = device.peak(precision.compute) * ranks
     matmul, attention = peak * device.matmul_share(shape.width, tp), peak * device.attention
     moved = np.broadcast_to(shape.moved, shape.blocks) * precision.compute / device.memory_bandwidth / ranks
-    collectives, keys = rank_collectives(shape, layout, cluster, precision)
+    collectives, heads = rank_collectives(shape, layout, cluster, precision)
     per_row = shape.per_row
     if shape.experts is not None and layout.ep > 1:
         per_row = per_row + (expert_load - 1) * shape.experts.per_row
     columns = per_row, shape.per_pair, moved, shape.trained_share, shape.trained > 0
-    travels = exchanges(shape, layout, cluster, precision, expert_load)
+    travels = expert_exchanges(shape, layout, cluster, precision, expert_load)
     lines = list[tuple[Line, Line, Line]]()
     known = dict[tuple[Any, ...], tuple[Line, Line, Line]]()
     for block in zip(*(n.tolist() for n in columns), travels, strict=True):
@@ -249,8 +256,8 @@ def block_lines(
             pairs, between = Line(0.0, 0.0, quadratic / attention), Line(0.0, rest, 0.0)
             waited = exposed(collectives.per_row, products.per_row, tp) if overlap.tp else collectives.per_row
             moving = products.plus(collectives._replace(per_row=waited))
-            inside = pairs.plus(pairs, ATTENTION_BACKWARD - 1).plus(between, MOVED_BACKWARD).plus(keys).plus(travel)
-            step = moving.plus(pairs).plus(between).plus(keys).plus(travel)
+            inside = pairs.plus(pairs, ATTENTION_BACKWARD - 1).plus(between, MOVED_BACKWARD).plus(heads).plus(travel)
+            step = moving.plus(pairs).plus(between).plus(heads).plus(travel)
             repeated = recomputed if fed or trains else 0.0
             again = moving.plus(inside).plus(step, repeated) if fed else NOTHING
             own = Line(products.fixed, products.per_row * share, 0.0) if trains else NOTHING
@@ -278,22 +285,23 @@ def _measured_blocks(
     """
     tp = layout.tp
     known = max((n for n in measured if n <= tp), default=min(measured))
-    collectives, keys = rank_collectives(shape, layout, cluster, precision)
+    collectives, heads = rank_collectives(shape, layout, cluster, precision)
+    travels = expert_exchanges(shape, layout, cluster, precision, expert_load)
     lines: list[tuple[Line, ...]] = []
-    for block, travel in zip(measured[known], exchanges(shape, layout, cluster, precision, expert_load), strict=True):
+    for block, travel in zip(measured[known], travels, strict=True):
         forward, whole, into, own = (line.shared(layout.neighbours / known) for line in block)
         waited = exposed(collectives.per_row, forward.per_row, tp) if overlap.tp else collectives.per_row
-        moving = collectives._replace(per_row=waited).plus(keys).plus(travel)
+        moving = collectives._replace(per_row=waited).plus(heads).plus(travel)
         step = forward.plus(moving)
         if into != NOTHING:
             into, whole = (line.plus(moving).plus(step, recomputed) for line in (into, whole))
         elif own != NOTHING:
-            own, whole = (line.plus(keys).plus(travel).plus(step, recomputed) for line in (own, whole))
+            own, whole = (line.plus(heads).plus(travel).plus(step, recomputed) for line in (own, whole))
         lines.append((step, into, own, whole))
     return tuple(map(list, zip(*lines, strict=True)))
 
 
-def exchanges(
+def expert_exchanges(
     shape: ModuleSpec, layout: ModuleLayout, cluster: Cluster, precision: Precision, expert_load: float
 ) -> list[Line]:
     """Return the seconds of each block's exchange of rows with the ranks of their experts, in its forward or in its
@@ -313,8 +321,8 @@ class RankCollectives(NamedTuple):
 
     tp: Line
     """Collectives of tensor parallelism."""
-    keys: Line
-    """All-gather of keys and values over context-parallel ranks, or reduce-scatter of their gradients."""
+    heads: Line
+    """Exchanges of rows for heads with context-parallel ranks; :data:`NOTHING` if keys travel instead."""
 
 
 def rank_collectives(
@@ -326,15 +334,49 @@ def rank_collectives(
         ("all-gather", "reduce-scatter") if shape.row_shardings[tp].parts > 1 else ("all-reduce",)
     )
     times = TP_COLLECTIVES / len(kinds)
+    # Queries, keys and values go, and results come back. Each head has keys of its own if less is known.
+    numbers = 0.0 if sends_keys(shape, layout) else 2.0 * shape.width + (shape.keys or 2 * shape.width)
 
     def took(rows: int) -> tuple[float, float]:
-        size, keys = rows * precision.compute * shape.width / cp, rows * precision.compute * shape.keys / tp
+        size = rows * precision.compute * shape.width / cp
         each = sum(cluster.collective(size, tp, kind=kind) for kind in kinds)
-        return times * each, cluster.collective(keys, cp, tp)
+        own = rows * precision.compute * numbers / layout.neighbours
+        waits = EXCHANGES * cluster.exchange(0.0, cp, tp) if numbers else 0.0
+        return times * each, waits + cluster.exchange(own, cp, tp) - cluster.exchange(0.0, cp, tp)
 
     return RankCollectives(
         *(Line(waits, seconds - waits, 0.0) for waits, seconds in zip(took(0), took(1), strict=True))
     )
+
+
+def sends_keys(shape: ModuleSpec, layout: ModuleLayout) -> bool:
+    """Return whether context-parallel ranks send each other keys, and not rows for heads."""
+    return layout.cp > 1 and layout.cp_form != "heads" and shape.samplewise
+
+
+def key_exchanges(shape: ModuleSpec, fed: bool, recomputed: float) -> Float64[np.ndarray, "parts=3 blocks"]:
+    """Count the exchanges of keys of each block in forward, and in both halves of backward: keys come again, and their
+    gradients return.
+
+    Args:
+        fed, recomputed: see :func:`module_times`.
+    """
+    trains, ones = shape.trained > 0, np.ones(shape.blocks)
+    reached = fed | (np.cumsum(trains) > trains)  # by gradients of its rows
+    again = KEYS_BACKWARD + recomputed
+    return np.stack([ones, again * reached, again * (trains & ~reached)])
+
+
+def key_travel(
+    shape: ModuleSpec, layout: ModuleLayout, cluster: Cluster, precision: Precision, exchanges: Sequence[float]
+) -> KeyTravel | None:
+    """Return the travel of keys of a stage with so many exchanges; None if none travel."""
+    if not sends_keys(shape, layout) or not shape.keys:
+        return None
+    cp, tp, (forward, into, weight) = layout.cp, layout.tp, exchanges
+    size, latency = precision.compute * shape.keys / tp * cp / (cp - 1), cluster.exchange(0.0, cp, tp)
+    groups = 1 if cluster.shares_cores else GROUPS
+    return KeyTravel(forward, into, weight, latency, cluster.exchange(size, cp, tp) - latency, groups)
 
 
 def exposed(collectives: float, products: float, ranks: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,15 @@ from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.model.spec import ModelSpec
 from hetero_strategy.schedule.action import Kind, StageId
 from hetero_strategy.simulator.cluster import Cluster
-from hetero_strategy.simulator.cost_model import Precision, RankCollectives, block_lines, exchanges, rank_collectives
-from hetero_strategy.simulator.stage_times import NOTHING, BlockSeconds, Line, ModuleSeconds
+from hetero_strategy.simulator.cost_model import (
+    Precision,
+    block_lines,
+    expert_exchanges,
+    key_exchanges,
+    key_travel,
+    rank_collectives,
+)
+from hetero_strategy.simulator.stage_times import NOTHING, BlockSeconds, KeyTravel, Line, ModuleSeconds
 
 StageSeconds = Mapping[StageId, Mapping[Kind, Line]]
 """Seconds of F, and of B or of I and W, of one instance of a stage."""
@@ -37,6 +44,8 @@ class Measured:
     """Microbatches of the run's last step."""
     expert_load: float = 1.0
     """Rows of the rank whose experts are chosen most, over the mean: of the last step, the mean of layers."""
+    keys: Mapping[str, float] = field(default_factory=dict)
+    """Module -> keys that the busiest context-parallel rank receives for each row of its instance, in the last step."""
 
     def write(self, file: Path) -> None:
         """Write the measurement as JSON."""
@@ -45,6 +54,7 @@ class Measured:
             "recomputed": dict(self.recomputed),
             "microbatches": self.microbatches,
             "expert_load": self.expert_load,
+            "keys": dict(self.keys),
             "stages": {str(stage): dict(of) for stage, of in self.stages.items()},
         }
         file.write_text(json.dumps(data, indent=1))
@@ -60,7 +70,7 @@ class Measured:
             }
             layouts = {name: ModuleLayout.from_config(name, of) for name, of in data["layouts"].items()}
             load = float(data.get("expert_load", 1.0))  # files of earlier versions have none
-            return cls(layouts, data["recomputed"], stages, int(data["microbatches"]), load)
+            return cls(layouts, data["recomputed"], stages, int(data["microbatches"]), load, data.get("keys", {}))
         except FileNotFoundError:
             raise ConfigError(
                 f"{file} is missing: a run writes it at the end of training (TimelineMonitor), once it has made steps"
@@ -84,19 +94,28 @@ class Measured:
                 again = self.recomputed.get(name, 0.0)
                 formula = block_lines(module, layout, cluster, fed[name], again, precision)
                 _, into, own = block_lines(module, layout, cluster, fed[name], 0.0, precision)
-                stages = [self.stages[StageId(name, i)] for i in range(layout.pipeline.stages)]
-                took = _of_blocks(stages, layout.split if module.has_blocks else (1,), formula)
-                collectives = rank_collectives(module, layout, cluster, precision)
-                travels = exchanges(module, layout, cluster, precision, self.expert_load)
+                split = layout.split if module.has_blocks else (1,)
+                exchanges = np.add.reduceat(key_exchanges(module, fed[name], again), ragged.starts(np.array(split)), 1)
+                travels = [key_travel(module, layout, cluster, precision, of.tolist()) for of in exchanges.T]
+                stages = [self._without_keys(StageId(name, i), keys) for i, keys in enumerate(travels)]
+                took = _of_blocks(stages, split, formula)
+                tp, heads = rank_collectives(module, layout, cluster, precision)
+                experts = expert_exchanges(module, layout, cluster, precision, self.expert_load)
                 seconds[name] = {
                     layout.tp: [
-                        _block(
-                            block, (i, o), again, collectives._replace(keys=collectives.keys.plus(travel)), layout.cp
-                        )
-                        for block, i, o, travel in zip(zip(*took, strict=True), into, own, travels, strict=True)
+                        _block(block, (i, o), again, tp, heads.plus(travel), layout.cp)
+                        for block, i, o, travel in zip(zip(*took, strict=True), into, own, experts, strict=True)
                     ]
                 }
         return seconds
+
+    def _without_keys(self, node: StageId, keys: KeyTravel | None) -> Mapping[Kind, Line]:
+        """Return a stage's seconds without those in which its keys travel, as far as attention cannot hide them."""
+        received = self.keys.get(node.module, 0.0)
+        if keys is None or not received:
+            return self.stages[node]
+        one = Line(keys.latency, keys.per_key * received / keys.groups, 0.0)
+        return {kind: _less(line, NOTHING.plus(one, keys.exchanges(kind))) for kind, line in self.stages[node].items()}
 
 
 def _of_blocks(
@@ -123,7 +142,12 @@ def _dealt(total: Line, expected: Sequence[Line]) -> list[Line]:
 
 
 def _block(
-    took: tuple[Line, Line, Line, Line], formula: tuple[Line, Line], again: float, over: RankCollectives, cp: int
+    took: tuple[Line, Line, Line, Line],
+    formula: tuple[Line, Line],
+    again: float,
+    tp: Line,
+    travel: Line,
+    cp: int,
 ) -> BlockSeconds:
     """Return one block's seconds without recompute and collectives, on a rank that has all rows of its ``cp``
     context-parallel ranks.
@@ -131,19 +155,19 @@ def _block(
     Args:
         took: lines of the block from :func:`_of_blocks`.
         formula: estimated halves of its backward, without recompute.
+        tp: collectives of tensor parallelism.
+        travel: exchanges of rows for heads and with experts.
     """
     (forward, whole, into, own), (plain_into, plain_own) = took, formula
     fed, trains = plain_into != NOTHING, plain_own != NOTHING
-    less = (
-        NOTHING.plus(forward, again * (fed or trains)).plus(over.tp, float(fed)).plus(over.keys, float(fed or trains))
-    )
+    less = NOTHING.plus(forward, again * (fed or trains)).plus(tp, float(fed)).plus(travel, float(fed or trains))
     whole = _less(whole, less)
     if into != NOTHING or own != NOTHING:
         into, own = (_less(into, less), own) if fed else (into, _less(own, less))
     else:
         share = plain_into.per_row / ((plain_into.per_row + plain_own.per_row) or 1.0)
         into, own = NOTHING.plus(whole, share), NOTHING.plus(whole, 1.0 - share)
-    forward = _less(forward, over.tp.plus(over.keys))
+    forward = _less(forward, tp.plus(travel))
     of_all = (line.shared(1 / cp) for line in (forward, whole, into if fed else NOTHING, own if trains else NOTHING))
     return BlockSeconds(*of_all)
 

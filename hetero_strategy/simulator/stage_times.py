@@ -53,6 +53,41 @@ ModuleSeconds = Mapping[int, Sequence[BlockSeconds]]
 """Ranks of tensor parallelism -> every block of a module."""
 
 
+class KeyTravel(NamedTuple):
+    """The seconds in which a context-parallel rank receives the keys that its rows see, for all blocks of a stage.
+
+    Keys of some heads travel while attention of others runs. In backward they come again, and their gradients return.
+    """
+
+    forward: float
+    """Exchanges in forward: one for each block."""
+    input: float
+    weight: float
+    latency: float
+    """Seconds until the first key of an exchange arrives, if any rank of the instance lacks one."""
+    per_key: float
+    groups: int
+    """Groups of heads, of which the first hides behind nothing; 1 on cores that ranks share."""
+
+    def exchanges(self, kind: Kind) -> float:
+        """Return the exchanges of an action."""
+        return {"F": self.forward, "I": self.input, "W": self.weight, "B": self.input + self.weight}[kind]
+
+    def exposed(
+        self, kind: Kind, keys: Float64[np.ndarray, "n ranks"], attention: Float64[np.ndarray, "n ranks"]
+    ) -> Float64[np.ndarray, "n ranks"]:
+        """Return the seconds by which the keys of an action take longer than its attention hides.
+
+        Args:
+            keys: keys that each rank of an instance receives for one block.
+            attention: seconds of each rank's attention.
+        """
+        exchanges = self.exchanges(kind)
+        travel = exchanges * self.per_key * keys
+        late = (1 - 1 / self.groups) * np.maximum(0.0, travel - attention)
+        return travel / self.groups + late + exchanges * self.latency * (keys.max(axis=1, keepdims=True) > 0)
+
+
 @dataclass(frozen=True)
 class StageTimes:
     """The seconds of one stage's actions on each rank of an instance."""
@@ -76,6 +111,8 @@ class StageTimes:
     """Whether collectives of every microbatch overlap its compute; otherwise they take the cores from it."""
     whole: Line | None = None
     """Measured backward in one piece; None: not measured."""
+    keys: KeyTravel | None = None
+    """Travel of keys between context-parallel ranks; None: none travel."""
 
     @cached_property
     def backward(self) -> Line:
@@ -83,14 +120,24 @@ class StageTimes:
         return self.input.plus(self.weight) if self.whole is None else self.whole
 
     def seconds(
-        self, kind: Kind, rows: Num[np.ndarray, "*n"], squares: Num[np.ndarray, "*n"]
+        self,
+        kind: Kind,
+        rows: Num[np.ndarray, "*n"],
+        squares: Num[np.ndarray, "*n"],
+        keys: Float64[np.ndarray, "*n"] | None = None,
     ) -> Float64[np.ndarray, "*n"]:
-        """Return the seconds of an action over so many rows, per instance."""
+        """Return the seconds of an action over so many rows, per instance or per instance and context-parallel rank.
+
+        Args:
+            keys: keys that each context-parallel rank of an instance receives; None: none travel.
+        """
         if kind in ("UNSHARD", "REDUCE"):
             alone = self.gather if kind == "UNSHARD" else self.reduce
             return np.full(np.shape(rows), 0.0 if self.overlapped else alone)
         line = {"F": self.forward, "I": self.input, "W": self.weight, "B": self.backward}[kind]
         seconds = line.of(rows, squares)
+        if keys is not None and self.keys is not None:
+            seconds = seconds + self.keys.exposed(kind, keys, line.per_pair * squares)
         if self.once:
             return seconds
         collectives = self.gather if kind == "F" else self.gather + self.reduce

@@ -11,12 +11,15 @@ import pytest
 
 from hetero_strategy.layout.row_sharding import REPLICATED, RowSharding
 from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.mask import ItemsAlone
 from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.plan.deal_rows import Dealing
 from hetero_strategy.planner.candidate import Candidate
 from hetero_strategy.planner.evaluate import Evaluator
 from hetero_strategy.schedule.action import StageId
 from hetero_strategy.schedule.build import make_schedule
-from hetero_strategy.simulator.balance_context import ROW_ALIGNMENT
+from hetero_strategy.simulator.balance_context import ROW_ALIGNMENT, row_dealing
 from hetero_strategy.simulator.cluster import Links
 from hetero_strategy.simulator.cost_model import CostModel
 from hetero_strategy.testing.plans import batch, cluster, model
@@ -50,6 +53,34 @@ def test_steps_that_are_simulated_alike_are_simulated_once(monkeypatch: pytest.M
         evaluator.seconds(other)
         assert made.call_count == 2 * count
     assert found == [Evaluator(CostModel(model(), cluster(8)), given).seconds(one) for one in candidates]
+
+
+def test_steps_of_context_parallel_ranks_have_the_rows_that_a_run_deals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An action takes as long as its busiest rank; a batch is dealt once, whatever the encoder's layout."""
+    dealt, orders = Mock(), Dealing.orders
+    monkeypatch.setattr(Dealing, "orders", lambda *given: (dealt(), orders(*given))[1])
+    shape, data = model((2, 128), (4, 256)), batch(8, rows=512, text=2048)
+    llm = replace(shape.modules["llm"], keys=512, rules=((ItemsAlone(), np.ones(4, np.int64)),))
+    shape = replace(shape, modules={**shape.modules, "llm": llm})
+    evaluator = Evaluator(CostModel(shape, cluster(4, bandwidth=1e8)), [data], balance=BalanceConfig(reorder="none"))
+    llm = ModuleLayout(4, cp=2, dp_shard=2)
+    encoders = ModuleLayout(4, dp_shard=4), ModuleLayout(4, dp_replicate=4)
+    both = [evaluator.place(Candidate({"vision": one, "llm": llm}, 2, fill="none")) for one in encoders]
+    steps = [evaluator.step(placed) for placed in both]
+    assert dealt.call_count == 1
+    plan = both[0].plan_step(data, evaluator._balance, 4, microbatches=2)
+    assert evaluator.simulated(both[0], plan).seconds == steps[0].seconds
+    assert plan.digest == steps[0].plan.digest
+    times, actions = both[0].times[StageId("llm", 0)], steps[0].simulation
+    work = row_dealing(shape, both[0].layouts)["llm"].work(data, plan.assignments["llm"])
+    assert work.keys.max() > 0 and times.keys is not None
+    for action in (a for a in actions.start if a.node.module == "llm" and a.microbatch >= 0):
+        rows = plan.assignments["llm"][action.microbatch].totals(inner=True)
+        of_ranks = []
+        for rank in range(2):
+            squares, keys = (of[action.microbatch, :, rank, None] for of in work)
+            of_ranks.append(times.seconds(action.kind, rows[:, None].astype(float), squares, keys)[:, 0])
+        assert actions.seconds(action) == pytest.approx(np.max(of_ranks, axis=0), rel=1e-3)
 
 
 def test_seconds_do_not_depend_on_what_was_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from hetero_strategy.model.read_spec import trained_share
 from hetero_strategy.model.spec import ModuleSpec
 from hetero_strategy.simulator.cluster import Cluster, Device, Links, OwnWork, Sharding
 from hetero_strategy.simulator.cost_model import Overlap, Precision, exposed, module_times
-from hetero_strategy.simulator.stage_times import Line, StageTimes
+from hetero_strategy.simulator.stage_times import KeyTravel, Line, StageTimes
 from hetero_strategy.testing import plans
 
 DEVICE = Device("toy", flops=1000.0, memory=1e9, memory_bandwidth=100.0, matmul=0.5, attention=0.25, launch=0.125)
@@ -40,7 +40,7 @@ def times(
     shape: ModuleSpec, ranks: int = 1, split: tuple[int, ...] = (2,), fed: bool = True, **options: Any
 ) -> list[StageTimes]:
     degrees = {name: options.pop(name) for name in ("tp", "pp", "cp", "ep", "dp_replicate") if name in options}
-    layout = ModuleLayout(ranks, split=split, **degrees).resolved()
+    layout = ModuleLayout(ranks, split=split, cp_form=options.pop("form", None), **degrees).resolved()
     return module_times(shape, layout, CLUSTER, fed=fed, **options)
 
 
@@ -140,17 +140,38 @@ def test_tensor_parallel_ranks_share_work_and_exchange_rows() -> None:
     assert beside.forward.per_row < stage.forward.per_row
 
 
-def test_context_parallel_ranks_share_rows_and_gather_keys_of_all() -> None:
-    """Over the links between them, forward, and backward their gradients; a forward that runs again gathers again."""
-    keys = Line(1.0, 3 * 2 / 2 / 32.0, 0.0)  # half of 3 numbers of 2 bytes, from a rank of the other node
+def test_context_parallel_ranks_share_rows_and_receive_keys_in_forward_and_twice_in_backward() -> None:
+    """Over the links between them, from a rank of the other node; a forward that runs again receives them again."""
     (alone,), (stage,) = times(shape(), 2, tp=2), times(shape(keys=6), 4, tp=2, cp=2)
     rows = Line(LAUNCH + 4 * 0.5, alone.forward.per_row / 2 / 2, ATTENTION / 4)
-    assert stage.forward == pytest.approx(rows.plus(keys).plus(rows).plus(keys))
-    assert stage.backward.per_row == pytest.approx(alone.backward.per_row / 2 + 2 * keys.per_row)
-    (again,) = times(shape(keys=6), 4, tp=2, cp=2, recomputed=1.0)
-    assert again.input == pytest.approx(stage.input.plus(stage.forward))
-    (first,) = times(shape(keys=6), 2, cp=2, fed=False)
-    assert first.backward.fixed == pytest.approx(3 * LAUNCH + 2 * 0.5), "inside a block the first one's do, too"
+    assert stage.forward == pytest.approx(rows.plus(rows))
+    assert stage.backward.per_row == pytest.approx(alone.backward.per_row / 2)
+    assert stage.keys == pytest.approx((2, 4, 0, 1.0, 3 * 2 / 32.0, 4))
+    (again,), (first,) = times(shape(keys=6), 4, tp=2, cp=2, recomputed=1.0), times(shape(keys=6), 2, cp=2, fed=False)
+    assert again.keys is not None and again.keys.input == 6
+    assert first.keys is not None and (first.keys.input, first.keys.weight) == (2, 2), "inside a block the first one's"
+    (cores,) = module_times(
+        shape(keys=6), ModuleLayout(2, cp=2, split=(2,)).resolved(), replace(CLUSTER, cores_per_node=1), fed=True
+    )
+    assert cores.keys is not None and cores.keys.groups == 1
+
+
+def test_attention_hides_the_keys_of_all_groups_of_heads_but_one() -> None:
+    """Group by group: the keys of one arrive, then those of the next during its attention."""
+    travel = KeyTravel(1, 2, 0, 0.5, 4.0, 4)
+    keys, attention = np.array([[3.0, 1.0], [0.0, 0.0]]), np.array([[2.0, 40.0], [5.0, 6.0]])
+    for kind, exchanges in (("F", 1), ("B", 2), ("W", 0)):
+        of = zip(exchanges * 4.0 * keys / 4, attention / 4, strict=True)
+        expected = [x + 3 * np.maximum(x, a) + a - 4 * a + exchanges * 0.5 * (x.max() > 0) for x, a in of]
+        assert travel.exposed(kind, keys, attention) == pytest.approx(np.array(expected))  # type: ignore[arg-type]
+
+
+def test_ranks_of_heads_exchange_rows_and_no_keys() -> None:
+    """Queries, keys, values and results of half of each rank's rows, which are half of all."""
+    (stage,), (plain,) = times(shape(keys=6), 2, cp=2, form="heads"), times(shape(), 2, cp=2)
+    travel = Line(2 * 2 * 0.5, 2 * (2 * 4 + 6) * 2 / 2 / 2 / 64.0, 0.0)
+    assert stage.keys is None and stage.forward == pytest.approx(plain.forward.plus(travel))
+    assert stage.input == pytest.approx(plain.input.plus(travel))
 
 
 def test_context_parallel_ranks_are_shards() -> None:

@@ -24,6 +24,7 @@ CLUSTER, PRECISION = cluster(8), Precision(4, 4)
 PIPED = {"vision": ModuleLayout((0, 1), pp=2, split=(1, 3)), "llm": ModuleLayout((2, 3), pp=2, split=(5, 3))}
 CONTEXT = {"vision": ModuleLayout((0,), split=(4,)), "llm": ModuleLayout(4, tp=2, cp=2, split=(8,))}
 EXPERTS = {"vision": ModuleLayout((0,), split=(4,)), "llm": ModuleLayout(4, tp=2, ep=4, split=(8,))}
+BOTH = {"vision": ModuleLayout((0,), split=(4,)), "llm": ModuleLayout(4, tp=2, cp=2, ep=4, split=(8,))}
 ALONE = {"vision": ModuleLayout((0,), split=(4,)), "llm": ModuleLayout((0, 1), tp=2, split=(8,))}
 
 
@@ -36,19 +37,31 @@ def times(shape: ModelSpec, layouts: dict[str, ModuleLayout], name: str, **optio
 def measured(
     shape: ModelSpec, layouts: dict[str, ModuleLayout], halves: bool = False, recomputed: float = 0.0
 ) -> Measured:
+    """Measure what the formula says; a context-parallel rank receives 0.75 keys for each row of its instance."""
     stages: dict[StageId, dict[Any, Line]] = {}
     for name in layouts:
         for i, stage in enumerate(times(shape, layouts, name, recomputed=recomputed)):
             backward = {"I": stage.input, "W": stage.weight} if halves else {"B": stage.backward}
             stages[StageId(name, i)] = {"F": stage.forward, **backward}
+            if (keys := stage.keys) is not None:
+                one = Line(keys.latency, 0.75 * keys.per_key / keys.groups, 0.0)
+                of = stages[StageId(name, i)]
+                stages[StageId(name, i)] = {kind: line.plus(one, keys.exchanges(kind)) for kind, line in of.items()}
     resolved = {name: layout.resolved() for name, layout in layouts.items()}
-    return Measured(resolved, dict.fromkeys(layouts, recomputed), stages)
+    return Measured(resolved, dict.fromkeys(layouts, recomputed), stages, keys={"llm": 0.75})
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(
     ("ran", "halves", "again"),
-    [(PIPED, False, 0.0), (PIPED, True, 0.5), (ALONE, False, 1.0), (CONTEXT, True, 1.0), (EXPERTS, False, 1.0)],
+    [
+        (PIPED, False, 0.0),
+        (PIPED, True, 0.5),
+        (ALONE, False, 1.0),
+        (CONTEXT, True, 1.0),
+        (EXPERTS, False, 1.0),
+        (BOTH, False, 0.5),
+    ],
 )
 def test_other_layouts_take_what_the_formula_says(
     ran: dict[str, ModuleLayout], halves: bool, again: float, frozen: bool
@@ -56,11 +69,12 @@ def test_other_layouts_take_what_the_formula_says(
     shape = model((4, 256), (8, 512), frozen=frozen, experts=8)
     shape = replace(shape, modules={n: replace(m, keys=2 * m.width) for n, m in shape.modules.items()})
     found = measured(shape, ran, halves, again).modules(shape, CLUSTER, PRECISION)
-    for layouts in (PIPED, ALONE, CONTEXT, EXPERTS):
+    for layouts in (PIPED, ALONE, CONTEXT, EXPERTS, BOTH):
         for name in shape.modules:
             known, formula = (times(shape, layouts, name, measured=m) for m in (found[name], None))
             for one, other in zip(known, formula, strict=True):
                 assert one.forward.per_row == pytest.approx(other.forward.per_row)
+                assert one.keys == other.keys
                 assert one.forward.per_pair == pytest.approx(other.forward.per_pair)
                 assert one.backward.per_row == pytest.approx(other.backward.per_row, rel=1e-6)
                 if halves:
@@ -86,13 +100,13 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert Measured.read(tmp_path / "measured.json") == given
 
 
-def test_a_file_of_an_earlier_version_has_evenly_chosen_experts(tmp_path: Path) -> None:
+def test_a_file_of_an_earlier_version_has_evenly_chosen_experts_and_no_keys(tmp_path: Path) -> None:
     given = measured(model((4, 256), (8, 512)), PIPED)
     replace(given, expert_load=1.5).write(file := tmp_path / "measured.json")
     content = json.loads(file.read_text())
-    assert content.pop("expert_load") == 1.5
+    assert content.pop("expert_load") == 1.5 and content.pop("keys")
     file.write_text(json.dumps(content))
-    assert Measured.read(file) == given
+    assert Measured.read(file) == replace(given, keys={})
 
 
 def test_what_cannot_be_used_says_why(tmp_path: Path) -> None:
