@@ -206,10 +206,25 @@ class Mixture(HFCausalLM):
                 nn.init.zeros_(parameter)
 
 
+def shared_experts(head_dim: int, **sizes: Any) -> HFCausalLM:
+    """Return a mixture whose blocks have an expert that all rows visit, too."""
+    experts = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+    return hf_causal_lm(model_type="qwen2_moe", check=False, **sizes, **experts)
+
+
+def experts_with_biases(intermediate_size: int, num_hidden_layers: int, **sizes: Any) -> HFCausalLM:
+    """Return a mixture whose experts and routers have biases, and whose attention has sinks."""
+    layers = {"num_hidden_layers": num_hidden_layers, "layer_types": ["full_attention"] * num_hidden_layers}
+    experts = {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return hf_causal_lm(model_type="gpt_oss", check=False, **sizes, **layers, **experts)
+
+
 LANGUAGE_MODELS: dict[str, Callable[..., Any]] = {
     "hf_llama": hf_llama,
     "hf_qwen3": hf_qwen3,
     "mixture": partial(Mixture, 2),
+    "shared experts": shared_experts,
+    "experts with biases": experts_with_biases,
     "all to one expert": partial(Mixture, 1),
     "balanced": partial(Mixture, 2, balance_loss=0.5),
     "biased": partial(

@@ -26,10 +26,11 @@ PARTS = {
     "audio": ("backbone", "projector", "backbone.model.layers.0", "backbone.model.conv2"),
     "draw": ("layers.0", "condition_in", "patch_out"),
     "titan": ("model.tok_embeddings", "model.output", "model.layers.0", "model.norm"),
-    "mixture": ("model.model.embed_tokens", "model.model.layers.0.mlp.gate", "model.model.layers.0.mlp.experts"),
+    "mixture": ("router", "model.model.embed_tokens", "model.model.layers.0.mlp.experts"),
     "hf": ("model.model.embed_tokens", "model.lm_head", "model.model.layers.0", "model.model.norm"),
 }
 """What may be frozen of a module, or of a kind of language model."""
+MIXTURES = ("mixture", "shared experts", "experts with biases")
 FLOAT8 = "rowwise_with_gw_hp, emulated"
 """Whose rounding does not depend on the microbatch, nor, without tensor parallelism, on the layout."""
 RECOMPUTES = {"all": 3, "every 2": 1, "all but matmuls": 2, "whole": 1}
@@ -117,8 +118,8 @@ class _Drawing:
         schedule = self.schedule(pipelined)
         for name in pipelined:
             layouts[name] |= self.virtual(schedule)
-        lm = self.one_of({"titan": 5, "hf_llama": 3, "hf_qwen3": 2, "mixture": 2})
-        for name in modules if lm == "mixture" else ():
+        lm = self.one_of({"titan": 5, "hf_llama": 3, "hf_qwen3": 2, **dict.fromkeys(MIXTURES, 1)})
+        for name in modules if lm in MIXTURES else ():
             if name not in ITEM_MODULES:
                 shared = layouts[name]["dp_shard"] * layouts[name]["cp"] * layouts[name]["tp"]
                 layouts[name]["ep"] = rng.choice([ep for ep in (1, 2, 4) if shared % ep == 0])
@@ -138,12 +139,12 @@ class _Drawing:
         recompute = {n: self.one_of(RECOMPUTES) for n in modules if self.often(0.2)}
         precisions = {"64-true": 12, "32-true": 1, "32-mixed": 2, "bf16-mixed": 1}
         gathered = {"auto": 6, "never": 2, "always": 0.2 if splits else 2}
-        if lm == "mixture":
+        if lm in MIXTURES:
             del precisions["bf16-mixed"]  # rows would visit other experts
         if self.focus in modules:
             recompute[self.focus] = rng.choice(list(RECOMPUTES))
             precisions, gathered = (
-                {"64-true": 2, "32-true": 1, "32-mixed": 3, **({"bf16-mixed": 2} if lm != "mixture" else {})},
+                {"64-true": 2, "32-true": 1, "32-mixed": 3, **({"bf16-mixed": 2} if lm not in MIXTURES else {})},
                 {**gathered, "always": 8},
             )
         backends = {n: "aot_eager" if n in recompute else "eager" for n in modules if self.often(0.3)}
@@ -331,7 +332,8 @@ class _Drawing:
         found = [name for name in whole if self.often(0.7)]
         for name in modules:
             if name not in found and self.often(0.35):
-                kind = name if name in ITEM_MODULES else lm.split("_")[0]
+                of_lm = "mixture" if lm in MIXTURES else lm.split("_")[0]
+                kind = name if name in ITEM_MODULES else of_lm
                 found += [f"{name}.{part}" for part in self.rng.sample(PARTS[kind], self.rng.choice((1, 1, 2)))]
         return tuple(found)
 

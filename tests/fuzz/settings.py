@@ -17,6 +17,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import re
 import tempfile
 import threading
@@ -35,7 +36,7 @@ from hetero_strategy.errors import HeteroError
 from hetero_strategy.testing import Pool, WorkerError
 from tests.distributed.exact import EXACT, differences
 from tests.distributed.rendezvous import KINDS, unforgiving
-from tests.distributed.stepping import Setting, batches_on_rank, reference
+from tests.distributed.stepping import SHARED, Setting, batches_on_rank, reference
 from tests.fuzz.drawn_settings import DEGREES, Data, draw, smaller, write
 
 BOUNDS = {"64-true": EXACT, "32-true": 1e-3, "32-mixed": 1e-3, "bf16-mixed": 0.3}
@@ -164,6 +165,12 @@ def data_folder(folder: Path | None) -> Iterator[dict[bool, Data]]:
         yield write(folder or Path(temporary))
 
 
+def preloaded(data: Mapping[bool, Data]) -> Pool:
+    """Return a pool whose processes have the models' code and both data sets' indices from the start."""
+    os.environ[SHARED] = os.pathsep.join(data[draws].folder for draws in (False, True))
+    return Pool(["tests.distributed.preload"])
+
+
 def run_all(
     pool: Pool,
     data: Mapping[bool, Data],
@@ -230,7 +237,7 @@ def main(argv: list[str] | None = None, pool: Pool | None = None) -> dict[str, A
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further setting starts")
     parser.add_argument("--seed", type=int, default=0, help="of the settings")
     parser.add_argument(
-        "--degree", choices=DEGREES, default="", help="draw only settings with more than 1 of it, such as cp"
+        "--degree", choices=(*DEGREES, "ep"), default="", help="draw only settings with more than 1 of it, such as cp"
     )
     parser.add_argument("--setting", metavar="JSON", help="run this one, as a failing one was printed")
     parser.add_argument("--worlds", type=int, default=2, help="settings that run at a time")
@@ -239,8 +246,8 @@ def main(argv: list[str] | None = None, pool: Pool | None = None) -> dict[str, A
     parser.add_argument("--shrink", type=int, default=60, help="settings tried to make a failing one smaller")
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="keep the data sets there")
     args = parser.parse_args(argv)
-    pool = pool or Pool()
     with data_folder(args.data) as data:
+        pool = pool or preloaded(data)
         began = time.monotonic()
         if args.setting:
             found = [run(pool, of_line(args.setting, data), timeout=args.timeout, held_up=args.held_up)]

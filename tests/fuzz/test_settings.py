@@ -10,7 +10,7 @@ from hetero_strategy.schedule.policies import schedules
 from hetero_strategy.testing import Pool
 from tests.distributed.exact import on
 from tests.distributed.stepping import ATTENTION, Setting
-from tests.fuzz.drawn_settings import FOCUS, RECOMPUTES, Data, draw, smaller
+from tests.fuzz.drawn_settings import FOCUS, MIXTURES, RECOMPUTES, Data, draw, smaller
 from tests.fuzz.settings import data_folder, line, main, masked, of_line, run, run_all, shrunk
 
 FEW, MORE = (6, 1), (8, 2)
@@ -63,7 +63,7 @@ def test_draws_are_their_numbers_and_cover_everything(data: dict[bool, Data]) ->
     assert {s.modules for s in drawn} >= {("vision", "audio", "llm"), ("vision", "llm", "draw"), ("llm",)}
     assert any(set(s.language_models) == {"llm", "caption"} for s in drawn) and any(s.edges for s in drawn)
     assert {s.schedule for s in drawn} == {"auto", *schedules()} - {"eager_1f1b"}  # of a test
-    assert {s.lm for s in drawn} == {"titan", "hf_llama", "hf_qwen3", "mixture"}
+    assert {s.lm for s in drawn} == {"titan", "hf_llama", "hf_qwen3", *MIXTURES}
     assert {s.tied for s in drawn} == {True, False}
     assert {layout.get("ep", 1) for s in drawn for layout in s.layouts.values()} == {1, 2, 4}
     assert {s.reshard_after_forward for s in drawn} == {"auto", "never", "always"}
