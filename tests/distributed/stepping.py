@@ -208,8 +208,8 @@ class Mixture(HFCausalLM):
 
 def shared_experts(head_dim: int, **sizes: Any) -> HFCausalLM:
     """Return a mixture whose blocks have an expert that all rows visit, too."""
-    experts = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
-    return hf_causal_lm(model_type="qwen2_moe", check=False, **sizes, **experts)
+    widths = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+    return hf_causal_lm(model_type="qwen2_moe", check=False, num_experts=4, num_experts_per_tok=2, **widths, **sizes)
 
 
 def experts_with_biases(intermediate_size: int, num_hidden_layers: int, **sizes: Any) -> HFCausalLM:

@@ -1,10 +1,10 @@
-"""Settings drawn at random, and smaller ones of a given one."""
+"""Settings drawn at random."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -38,13 +38,6 @@ FOCUS = {"vision": 1, "audio": 1, "llm": 1, "draw": 1}
 """Modules whose every way of recompute meets every precision, and shards that are gathered with every microbatch."""
 
 
-PLAIN = ("balance", "tokens", "freeze", "transforms", "max_in_flight",
-         "reshard_after_forward", "edges", "loss_weights", "kv_heads", "ranks_per_node", "tied", "dropout",
-         "precision", "attention", "late", "lm", "per_item", "unused", "pieces", "fill",
-         "schedule")  # fmt: skip
-"""Options that a smaller setting has as they are by default, in the order in which that is tried."""
-
-
 @dataclass(frozen=True)
 class Data:
     """A data set to draw batches from."""
@@ -56,17 +49,17 @@ class Data:
 
 def write(folder: Path) -> dict[bool, Data]:
     """Both data sets, without and with drawings; in each some samples with several items."""
-    made = {False: write_digits, True: write_digits_draw}
-    return {draws: _data(folder / f"draw-{draws}", make) for draws, make in made.items()}
+    writers = {False: write_digits, True: write_digits_draw}
+    return {draws: _data(folder / f"draw-{draws}", write) for draws, write in writers.items()}
 
 
-def _data(folder: Path, make: Any) -> Data:
+def _data(folder: Path, write: Any) -> Data:
     manifest = folder / "train.json"
     if not manifest.exists():
-        make(folder, train=SAMPLES, val=1, seed=3, progress=False)
+        write(folder, train=SAMPLES, val=1, seed=3, progress=False)
         samples = json.loads(manifest.read_text())
         parts = [[s for s in samples if s.get(key)] for key in ("image", "audio")]
-        images, audios = ([s[key] for s in found] for key, found in zip(("image", "audio"), parts, strict=True))
+        images, audios = ([s[key] for s in part] for key, part in zip(("image", "audio"), parts, strict=True))
         for number in range(4):
             image, audio = images[: 2 * number + 2], audios[:number]
             question = "<image>".join(["Read "] + [" "] * len(image)) + "<audio>" * len(audio)
@@ -110,7 +103,6 @@ class _Drawing:
         return self.rng.choices(list(weights), list(weights.values()))[0]
 
     def setting(self) -> Setting:
-        rng = self.rng
         modules = self.modules()
         world = self.one_of({1: 2, 2: 26, 3: 26, 4: 32, 5: 4, 6: 6, 8: 4})
         layouts = {name: self.layout(world, name) for name in modules}
@@ -122,64 +114,66 @@ class _Drawing:
         for name in modules if lm in MIXTURES else ():
             if name not in ITEM_MODULES:
                 shared = layouts[name]["dp_shard"] * layouts[name]["cp"] * layouts[name]["tp"]
-                layouts[name]["ep"] = rng.choice([ep for ep in (1, 2, 4) if shared % ep == 0])
-        layers = self.layers(modules, layouts)
-        batches = self.batches()
-        dropout = self.dropout(modules, layouts, lm) if self.single else {}
-        balance = self.balance(modules) if not dropout and self.often(0.6) else None
-        largest = max(map(len, batches))
-        auto = bool(balance and "llm" in balance.get("budget", {}) and self.often(0.6))
-        tokens = {}
-        for name in modules:
-            if name in ITEM_MODULES and self.often(0.25):
-                tokens[name] = self.one_of({"equal": 3, 4: 1, 8: 1, 20: 1, 100: 1, 1000: 2})
-        losses = [name for name in modules if ITEM_MODULES.get(name) != "encoder"]
-        splits = schedule != "auto" and schedule_policy(schedule).splits_backward
-        compiles = self.often(0.1) and "attention_dropout" not in dropout  # whose numbers are others in compiled blocks
+                layouts[name]["ep"] = self.rng.choice([ep for ep in (1, 2, 4) if shared % ep == 0])
+        setting = Setting(self.data.folder, layouts, schedule, lm, **self.layers(modules, layouts))
+        setting = self.trained(self.spread(replace(setting, batches=self.batches())))
+        if setting.precision == "64-true" and self.often(0.1):  # elsewhere what is rounded otherwise rounds otherwise
+            setting = setting.plus(float8={n: FLOAT8 for n in modules if layouts[n]["tp"] == 1})
+        setting = self.filling(setting) if pipelined and self.often(0.5) else setting
+        setting = setting.plus(tp_chunks=self.chunks(setting))
+        setting = setting.plus(offload=self.offload(setting))
+        encoders = [name for name in modules if ITEM_MODULES.get(name) == "encoder"]
+        setting = replace(setting, per_item=tuple(name for name in encoders if self.often(0.25)))
+        return replace(setting, unused=tuple(name for name in modules if self.often(0.08)))
+
+    def spread(self, setting: Setting) -> Setting:
+        """The same with dropout or a balance, and rows of encoders' microbatches."""
+        dropout = self.dropout(setting) if self.single else {}
+        balance = self.balance(setting.modules) if not dropout and self.often(0.6) else None
+        by_budget = bool(balance and "llm" in balance.get("budget", {}) and self.often(0.6))
+        tokens = {
+            name: self.one_of({"equal": 3, 4: 1, 8: 1, 20: 1, 100: 1, 1000: 2})
+            for name in setting.modules
+            if name in ITEM_MODULES and self.often(0.25)
+        }
+        count = None if by_budget else 1
+        return replace(setting, dropout=dropout, balance=balance, tokens=tokens, microbatches=count)
+
+    def trained(self, setting: Setting) -> Setting:
+        """The same with everything else that may be the same in any layout."""
+        rng, modules, layouts, mixture = self.rng, setting.modules, setting.layouts, setting.lm in MIXTURES
+        splits = setting.schedule != "auto" and schedule_policy(setting.schedule).splits_backward
+        # Compiled blocks draw other random numbers.
+        compiles = self.often(0.1) and "attention_dropout" not in setting.dropout
         recompute = {n: self.one_of(RECOMPUTES) for n in modules if self.often(0.2)}
         precisions = {"64-true": 12, "32-true": 1, "32-mixed": 2, "bf16-mixed": 1}
         gathered = {"auto": 6, "never": 2, "always": 0.2 if splits else 2}
-        if lm in MIXTURES:
-            del precisions["bf16-mixed"]  # rows would visit other experts
         if self.focus in modules:
             recompute[self.focus] = rng.choice(list(RECOMPUTES))
-            precisions, gathered = (
-                {"64-true": 2, "32-true": 1, "32-mixed": 3, **({"bf16-mixed": 2} if lm not in MIXTURES else {})},
-                {**gathered, "always": 8},
-            )
+            precisions = {"64-true": 2, "32-true": 1, "32-mixed": 3, "bf16-mixed": 2}
+            gathered["always"] = 8
+        if mixture:
+            del precisions["bf16-mixed"]  # rows would visit other experts
         backends = {n: "aot_eager" if n in recompute else "eager" for n in modules if self.often(0.3)}
-        setting = Setting(
-            self.data.folder,
-            {name: self.written(one) for name, one in layouts.items()},
-            schedule,
-            lm,
+        losses = [name for name in modules if ITEM_MODULES.get(name) != "encoder"]
+        written = {name: self.written(layout) for name, layout in layouts.items()}
+        return replace(
+            setting,
+            layouts=written,
             edges=self.edges(modules),
             loss_weights={n: rng.choice((0.0, 0.5, 3.0)) for n in losses if self.often(0.15)},
             kv_heads=self.one_of({4: 8, 2: 1}),
-            **layers,
-            freeze=self.freeze(modules, lm),
+            freeze=self.freeze(modules, setting.lm),
             transforms=by_module(recompute=recompute, compile=backends if compiles else {}),
             reshard_after_forward=self.one_of(gathered),
             max_in_flight={rng.choice(modules): rng.randint(1, 4)} if self.often(0.12) else {},
-            tokens=tokens,
-            balance=balance,
             ranks_per_node=self.one_of({1 << 30: 4, 2: 1}),
-            tied=lm != "titan" and self.often(0.4),
-            dropout=dropout,
+            tied=setting.lm != "titan" and self.often(0.4),
             precision=self.one_of(precisions),
             attention={n: rng.choice(list(ATTENTION)) for n in modules if n not in ITEM_MODULES and self.often(0.4)},
             late=round(rng.uniform(0.001, 0.02), 4) if self.often(0.35) else 0.0,
-            batches=batches,
-            microbatches=None if auto else rng.randint(1, min(6, largest)),
+            microbatches=setting.microbatches and rng.randint(1, min(6, max(map(len, setting.batches)))),
         )
-        if setting.precision == "64-true" and self.often(0.1):  # elsewhere what is rounded otherwise rounds otherwise
-            setting = setting.plus(float8={n: FLOAT8 for n in modules if layouts[n]["tp"] == 1})
-        drawn = self.filling(setting) if pipelined and self.often(0.5) else setting
-        drawn = drawn.plus(tp_chunks=self.chunks(drawn))
-        drawn = drawn.plus(offload=self.offload(drawn))
-        encoders = [name for name in modules if ITEM_MODULES.get(name) == "encoder"]
-        drawn = replace(drawn, per_item=tuple(name for name in encoders if self.often(0.25)))
-        return replace(drawn, unused=tuple(name for name in modules if self.often(0.08)))
 
     def filling(self, setting: Setting) -> Setting:
         """The same with encoders in bubbles, where there are such, perhaps in pieces."""
@@ -189,7 +183,7 @@ class _Drawing:
         layouts = {n: ModuleLayout.from_config(n, dict(v)).resolved(n) for n, v in setting.layouts.items()}
         others = [name for name in setting.modules if name in ITEM_MODULES]
         fills = ScheduleConfig(fill=fill).filling(others, layouts, setting.flows())
-        cut = sorted(n for n in fills if (layouts[n].pp == 1 or not layouts[n].split) and self.often(0.4))
+        cut = [n for n in sorted(fills) if (layouts[n].pp == 1 or not layouts[n].split) and self.often(0.4)]
         blocks = {f"{name}_layers": getattr(setting, f"{name}_layers") for name in cut}
         pieces = {}
         for name, most in zip(cut, blocks.values(), strict=True):
@@ -206,61 +200,61 @@ class _Drawing:
 
     def offload(self, setting: Setting) -> dict[str, str]:
         """Modules whose activations are in host memory, where they may be."""
-        found = {}
+        offloaded = {}
         for name in setting.modules:
             of = setting.transforms.get(name, {})
             again, whole = of.get("recompute"), setting.fill == "decoupled" and name in ITEM_MODULES
             compiled = again and "compile" in of and setting.layouts[name].get("tp", 1) != 1
             if again not in ("whole", "all but matmuls") and not whole and not compiled and self.often(0.2):
-                found[name] = self.one_of({"all": 2, "every 2": 1})
-        return found
+                offloaded[name] = self.one_of({"all": 2, "every 2": 1})
+        return offloaded
 
     def modules(self) -> list[str]:
         if self.draws:
-            found = ["vision"] * self.often(0.75) + ["llm", "draw"]
+            names = ["vision"] * self.often(0.75) + ["llm", "draw"]
         else:
-            found = self.one_of({("vision",): 3, ("audio",): 3, ("vision", "audio"): 5, (): 1})
-            found = [*found, "llm"]
-        if self.focus not in (None, *found):
-            found.insert(0, self.focus)
+            names = self.one_of({("vision",): 3, ("audio",): 3, ("vision", "audio"): 5, (): 1})
+            names = [*names, "llm"]
+        if self.focus not in (None, *names):
+            names.insert(0, self.focus)
         if self.often(0.15):
-            found.append("caption")
+            names.append("caption")
         if self.often(0.25):
-            self.rng.shuffle(found)
-        return found
+            self.rng.shuffle(names)
+        return names
 
     def edges(self, modules: Sequence[str]) -> tuple[tuple[str, str], ...] | None:
         """Usually all."""
         readers = [name for name in modules if name not in ITEM_MODULES]
         if len(readers) == 1 or self.often(0.5):
             return None
-        found = []
+        edges = []
         for name in modules:
             if ITEM_MODULES.get(name) == "encoder":
-                found += [(name, r) for r in self.rng.sample(readers, self.rng.randint(1, len(readers)))]
+                edges += [(name, r) for r in self.rng.sample(readers, self.rng.randint(1, len(readers)))]
             elif name == "draw":
-                found.append((self.rng.choice(readers), name))
-        return tuple(found)
+                edges.append((self.rng.choice(readers), name))
+        return tuple(edges)
 
     def layout(self, world: int, module: str) -> dict[str, Any]:
         count = self.rng.randint(1, world)
-        found: dict[str, Any] = {"ranks": sorted(self.rng.sample(range(world), count)), **dict.fromkeys(DEGREES, 1)}
+        layout: dict[str, Any] = {"ranks": sorted(self.rng.sample(range(world), count)), **dict.fromkeys(DEGREES, 1)}
         for factor in (2, 2, 2, 3, 5, 7):
             if count % factor == 0:
                 count //= factor
-                divides = ITEM_MODULES.get(module) != "encoder" or HEADS % (found["tp"] * found["cp"] * factor) == 0
-                heads = factor == 2 and found["tp"] < 4 and divides
+                divides = ITEM_MODULES.get(module) != "encoder" or HEADS % (layout["tp"] * layout["cp"] * factor) == 0
+                heads = factor == 2 and layout["tp"] < 4 and divides
                 many = not self.single
-                cuts = ITEM_MODULES.get(module) != "generator" and found["cp"] * factor <= 4 and divides
+                cuts = ITEM_MODULES.get(module) != "generator" and layout["cp"] * factor <= 4 and divides
                 degree = self.one_of(
                     {"dp_replicate": 2 * many, "dp_shard": 3 * many, "cp": 3 * cuts, "tp": 3 * heads, "pp": 4}
                 )
-                found[degree] *= factor
-        if found["cp"] > 1 and module not in ITEM_MODULES:
-            found["cp_order"] = self.rng.choice(("auto", "auto", "zigzag", "blocks"))
-            if HEADS % (found["tp"] * found["cp"]) == 0 and self.often(0.4):
-                found["cp_form"] = "heads"
-        return found
+                layout[degree] *= factor
+        if layout["cp"] > 1 and module not in ITEM_MODULES:
+            layout["cp_order"] = self.rng.choice(("auto", "auto", "zigzag", "blocks"))
+            if HEADS % (layout["tp"] * layout["cp"]) == 0 and self.often(0.4):
+                layout["cp_form"] = "heads"
+        return layout
 
     def schedule(self, pipelined: Sequence[str]) -> str:
         """One of ours, or one in six of torch's, all of which are for virtual stages."""
@@ -281,209 +275,89 @@ class _Drawing:
 
     def layers(self, modules: Sequence[str], layouts: dict[str, dict[str, Any]]) -> dict[str, int]:
         """Layers by module, and at times how they are split."""
-        found: dict[str, int] = {}
+        layers: dict[str, int] = {}
         for name in modules:
             kind = name if name in ITEM_MODULES else "llm"
             stages = layouts[name]["pp"] * layouts[name].get("vpp", 1)
-            found[f"{kind}_layers"] = max(found.get(f"{kind}_layers", 0), stages + self.rng.randint(0, 2))
+            layers[f"{kind}_layers"] = max(layers.get(f"{kind}_layers", 0), stages + self.rng.randint(0, 2))
         for name, one in layouts.items():
             stages = one["pp"] * one.get("vpp", 1)
             if stages > 1 and self.often(0.3):
-                blocks = found[f"{name if name in ITEM_MODULES else 'llm'}_layers"]
+                blocks = layers[f"{name if name in ITEM_MODULES else 'llm'}_layers"]
                 cuts = [0, *sorted(self.rng.sample(range(1, blocks), stages - 1)), blocks]
                 one["split"] = [b - a for a, b in pairwise(cuts)]
-        return found
+        return layers
 
     def written(self, layout: Mapping[str, Any]) -> dict[str, Any]:
         """As a person would: without ones, at times with a degree left to be derived."""
-        found = {name: value for name, value in layout.items() if value != 1 or name in ("ranks", "dp_shard")}
+        written = {name: value for name, value in layout.items() if value != 1 or name in ("ranks", "dp_shard")}
         if self.often(0.3):
-            unknown = self.rng.choice([name for name in DEGREES if name in found])
-            return found | {unknown: -1}
-        return found
+            unknown = self.rng.choice([name for name in DEGREES if name in written])
+            return written | {unknown: -1}
+        return written
 
     def chunks(self, setting: Setting) -> dict[str, int]:
         """Chunks of modules' tensor parallelism, at times, where they may be."""
-        found = {}
+        chunks = {}
         for name in setting.modules:
             of = setting.transforms.get(name, {})
             refused = {"compile", "float8"} & {*of} or of.get("recompute") == "all but matmuls"
             if setting.layouts[name].get("tp", 1) != 1 and not refused and self.often(0.4):
-                found[name] = self.rng.choice((2, 3, 8))
-        return found
+                chunks[name] = self.rng.choice((2, 3, 8))
+        return chunks
 
-    def dropout(self, modules: Sequence[str], layouts: Mapping[str, Mapping[str, Any]], lm: str) -> dict[str, float]:
+    def dropout(self, setting: Setting) -> dict[str, float]:
         """Where one process draws the same numbers: inside tensor-parallel layers they are other ones, and so they are
         of a part of the rows.
         """
-        apart = [name for name in modules if layouts[name]["tp"] * layouts[name]["cp"] > 1]
-        found = {} if "audio" in layouts and layouts["audio"]["cp"] > 1 else {"dropout": 0.2}
+        layouts = setting.layouts
+        apart = [name for name, layout in layouts.items() if layout["tp"] * layout["cp"] > 1]
+        allowed = {} if "audio" in layouts and layouts["audio"]["cp"] > 1 else {"dropout": 0.2}
         if "audio" not in apart:
-            found["activation_dropout"] = 0.1
-        if not apart or (lm == "titan" and set(apart) <= {"llm", "caption", "draw"}):
-            found["attention_dropout"] = 0.1
-        return {name: p for name, p in found.items() if self.often(0.7)}
+            allowed["activation_dropout"] = 0.1
+        if not apart or (setting.lm == "titan" and set(apart) <= {"llm", "caption", "draw"}):
+            allowed["attention_dropout"] = 0.1
+        return {name: p for name, p in allowed.items() if self.often(0.7)}
 
     def freeze(self, modules: Sequence[str], lm: str) -> tuple[str, ...]:
         """Whole modules, but not all of them, and parts."""
         if self.often(0.6):
             return ()
         whole = self.rng.sample(list(modules), self.rng.choice((0, 1, 1, 2)) if len(modules) > 2 else len(modules) - 1)
-        found = [name for name in whole if self.often(0.7)]
+        frozen = [name for name in whole if self.often(0.7)]
         for name in modules:
-            if name not in found and self.often(0.35):
-                of_lm = "mixture" if lm in MIXTURES else lm.split("_")[0]
-                kind = name if name in ITEM_MODULES else of_lm
-                found += [f"{name}.{part}" for part in self.rng.sample(PARTS[kind], self.rng.choice((1, 1, 2)))]
-        return tuple(found)
+            if name not in frozen and self.often(0.35):
+                kind = name if name in ITEM_MODULES else "mixture" if lm in MIXTURES else lm.split("_")[0]
+                frozen += [f"{name}.{part}" for part in self.rng.sample(PARTS[kind], self.rng.choice((1, 1, 2)))]
+        return tuple(frozen)
 
     def batches(self) -> tuple[tuple[int, ...], ...]:
         """Some of them without a certain kind of item."""
-        found = []
+        batches = []
         for _ in range(self.one_of({1: 6, 2: 3, 3: 1})):
             size = self.one_of({1: 1, 2: 2, 3: 2, 5: 3, 8: 3, 12: 2})
             kinds = list(self.data.kinds)
             if self.often(0.4):
                 kinds = self.rng.sample(kinds, self.rng.randint(1, len(kinds) - 1))
             samples = [sample for kind in kinds for sample in self.data.kinds[kind]]
-            found.append(tuple(self.rng.sample(samples, min(size, len(samples)))))
-        return tuple(found)
+            batches.append(tuple(self.rng.sample(samples, min(size, len(samples)))))
+        return tuple(batches)
 
     def balance(self, modules: Sequence[str]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        balance: dict[str, Any] = {}
         policies = ("auto", "lpt", "round_robin", "none")  # names of our own, whatever tests register
         if self.often(0.5):
-            found["policy"] = self.rng.choice(policies)
+            balance["policy"] = self.rng.choice(policies)
         elif self.often(0.5):
-            found["policy"] = {name: self.rng.choice(policies) for name in modules}
+            balance["policy"] = {name: self.rng.choice(policies) for name in modules}
         if self.often(0.4):
-            found["rearrange"] = self.rng.choice(("home", "none"))
+            balance["rearrange"] = self.rng.choice(("home", "none"))
         if self.often(0.4):
-            found["reorder"] = self.rng.choice(("search", "none"))
+            balance["reorder"] = self.rng.choice(("search", "none"))
         if self.often(0.3):
-            found["costs"] = {self.rng.choice(modules): {"quadratic": self.rng.choice((0.0, 0.1))}}
+            balance["costs"] = {self.rng.choice(modules): {"quadratic": self.rng.choice((0.0, 0.1))}}
         if self.often(0.3):
             rows = {"vision": (120, 300), "audio": (400, 800), "draw": (32, 64)}
             chosen = {name: self.rng.choice(rows.get(name, (150, 300, 600))) for name in modules if self.often(0.5)}
-            found["budget"] = chosen
-        return found
-
-
-def smaller(setting: Setting) -> Iterator[Setting]:
-    """Settings with less of something, those with much less first."""
-    for name in setting.modules:
-        if name != "llm":
-            yield _without(setting, name)
-    if len(setting.batches) > 1:
-        yield from (_of_batches(setting, (batch,)) for batch in setting.batches)
-    for number, batch in enumerate(setting.batches):
-        halves = (batch[: len(batch) // 2], batch[len(batch) // 2 :])
-        for half in halves if len(batch) > 1 else ():
-            yield _of_batches(setting, (*setting.batches[:number], half, *setting.batches[number + 1 :]))
-    plain = Setting("", {})
-    for option in PLAIN:
-        if getattr(setting, option) != getattr(plain, option):
-            yield _plain(setting, option)
-    if setting.schedule != "auto" and schedule_policy(setting.schedule).instead == "zb_h1":
-        yield replace(_plain(setting, "schedule"), schedule="zb_h1")
-    for part in setting.freeze if len(setting.freeze) > 1 else ():
-        yield replace(setting, freeze=tuple(p for p in setting.freeze if p != part))
-    for name, of in setting.transforms.items():
-        for transform in of:
-            less = {n: way for n, way in of.items() if n != transform}
-            yield replace(setting, transforms={**setting.transforms, name: less})
-    for option in ("balance", "tokens", "pieces"):
-        given = getattr(setting, option) or {}
-        for key in given if len(given) > 1 else ():
-            yield replace(setting, **{option: {k: v for k, v in given.items() if k != key}})
-    for name, layout in setting.layouts.items():
-        yield from (_with_layout(setting, name, one) for one in _smaller_layouts(layout))
-    yield _renumbered(setting)
-    for option in ("vision_layers", "audio_layers", "llm_layers", "draw_layers"):
-        if getattr(setting, option) > 1:
-            yield replace(setting, **{option: 1})
-            yield replace(setting, **{option: getattr(setting, option) - 1})
-    if setting.microbatches is None:
-        yield replace(setting, microbatches=2)
-    elif setting.microbatches > 1:
-        yield replace(setting, microbatches=1)
-        yield replace(setting, microbatches=setting.microbatches - 1)
-
-
-def _without(setting: Setting, module: str) -> Setting:
-    """The same without a module and what is said of it."""
-    edges = setting.edges and tuple(e for e in setting.edges if module not in e)
-    balance = setting.balance and {
-        key: {n: v for n, v in given.items() if n != module} if isinstance(given, Mapping) else given
-        for key, given in setting.balance.items()
-    }
-    return replace(
-        setting,
-        layouts={n: v for n, v in setting.layouts.items() if n != module},
-        edges=edges,
-        freeze=tuple(part for part in setting.freeze if part.split(".")[0] != module),
-        per_item=tuple(name for name in setting.per_item if name != module),
-        transforms={n: v for n, v in setting.transforms.items() if n != module},
-        pieces={n: v for n, v in setting.pieces.items() if n != module},
-        loss_weights={n: v for n, v in setting.loss_weights.items() if n != module},
-        attention={n: v for n, v in setting.attention.items() if n != module},
-        max_in_flight={n: v for n, v in setting.max_in_flight.items() if n != module},
-        tokens={n: v for n, v in setting.tokens.items() if n != module},
-        balance=balance,
-    )
-
-
-def _of_batches(setting: Setting, batches: tuple[tuple[int, ...], ...]) -> Setting:
-    count = setting.microbatches and min(setting.microbatches, max(map(len, batches)))
-    return replace(setting, batches=batches, microbatches=count)
-
-
-def _plain(setting: Setting, option: str) -> Setting:
-    """The same with the default of an option."""
-    changed: dict[str, Any] = {option: getattr(Setting("", {}), option)}
-    if option == "lm":
-        names = {"model.embed_tokens": "tok_embeddings", "lm_head": "output", "model.layers.0": "layers.0"}
-        renamed = setting.freeze
-        for old, new in names.items():
-            renamed = tuple(part.replace(f".model.{old}", f".model.{new}") for part in renamed)
-        changed |= {"freeze": renamed, "tied": False}
-    if option == "schedule":
-        keys = ("vpp", "pp_style", "split")
-        changed["layouts"] = {n: {k: v for k, v in one.items() if k not in keys} for n, one in setting.layouts.items()}
-    if option == "balance" and setting.microbatches is None:
-        changed["microbatches"] = 2
-    return replace(setting, **changed)
-
-
-def _smaller_layouts(layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """One rank, one degree less, or fewer virtual stages."""
-    ranks = list(layout["ranks"])
-    if len(ranks) > 1:
-        yield {"ranks": ranks[:1]}
-        yield {"ranks": ranks[-1:]}
-    pp = layout.get("pp", 1)
-    if pp > 2 and pp % 2 == 0:
-        yield {key: value for key, value in layout.items() if key != "split"} | {"ranks": ranks[::2], "pp": pp // 2}
-    if pp == len(ranks) > 2:
-        yield {key: value for key, value in layout.items() if key != "split"} | {"ranks": ranks[:2], "pp": 2}
-    for degree in DEGREES:
-        if (size := layout.get(degree, 1)) > 1:
-            without = {"pp": ("split", "vpp", "pp_style")}.get(degree, ())
-            rest = {key: value for key, value in layout.items() if key not in (degree, *without)}
-            yield rest | {"ranks": ranks[: len(ranks) // size]}
-            yield rest | {"ranks": ranks[-len(ranks) // size :]}
-    for key in ("split", "vpp", "ep", "cp_form", "cp_order"):
-        if key in layout:
-            dropped = ("split", "pp_style", "vpp") if key == "vpp" else (key,)
-            yield {name: value for name, value in layout.items() if name not in dropped}
-
-
-def _with_layout(setting: Setting, name: str, layout: Mapping[str, Any]) -> Setting:
-    return replace(setting, layouts={**setting.layouts, name: layout})
-
-
-def _renumbered(setting: Setting) -> Setting:
-    """Without ranks that have nothing."""
-    used = sorted({rank for layout in setting.layouts.values() for rank in layout["ranks"]})
-    layouts = {n: {**one, "ranks": [used.index(r) for r in one["ranks"]]} for n, one in setting.layouts.items()}
-    return replace(setting, layouts=layouts)
+            balance["budget"] = chosen
+        return balance

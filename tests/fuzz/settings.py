@@ -37,7 +37,8 @@ from hetero_strategy.testing import Pool, WorkerError
 from tests.distributed.exact import EXACT, differences
 from tests.distributed.rendezvous import KINDS, unforgiving
 from tests.distributed.stepping import SHARED, Setting, batches_on_rank, reference
-from tests.fuzz.drawn_settings import DEGREES, Data, draw, smaller, write
+from tests.fuzz.drawn_settings import DEGREES, Data, draw, write
+from tests.fuzz.smaller_settings import smaller
 
 BOUNDS = {"64-true": EXACT, "32-true": 1e-3, "32-mixed": 1e-3, "bf16-mixed": 0.3}
 """Of relative errors."""

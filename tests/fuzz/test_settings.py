@@ -10,11 +10,12 @@ from hetero_strategy.schedule.policies import schedules
 from hetero_strategy.testing import Pool
 from tests.distributed.exact import on
 from tests.distributed.stepping import ATTENTION, Setting
-from tests.fuzz.drawn_settings import FOCUS, MIXTURES, RECOMPUTES, Data, draw, smaller
+from tests.fuzz.drawn_settings import FOCUS, MIXTURES, RECOMPUTES, Data, draw
 from tests.fuzz.settings import data_folder, line, main, masked, of_line, run, run_all, shrunk
+from tests.fuzz.smaller_settings import smaller
 
-FEW, MORE = (6, 1), (8, 2)
-"""Settings and the seed that draws them."""
+DRAWN = ((6, 1, "", ""), (8, 2, "ep", "everything"))
+"""Settings, the seed that draws them, a degree that all of them have, and messages that hold up their hosts."""
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +27,11 @@ def data() -> Iterator[dict[bool, Data]]:
 @pytest.mark.full
 @pytest.mark.distributed
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("count", "seed"), [FEW, MORE])
-def test_settings_drawn_at_random(pool: Pool, data: dict[bool, Data], count: int, seed: int) -> None:
-    found = run_all(pool, data, count, seed, timeout=240)
+@pytest.mark.parametrize(("count", "seed", "degree", "held_up"), DRAWN)
+def test_settings_drawn_at_random(
+    pool: Pool, data: dict[bool, Data], count: int, seed: int, degree: str, held_up: str
+) -> None:
+    found = run_all(pool, data, count, seed, timeout=240, degree=degree, held_up=held_up)
     assert not [f.text for f in found if f.fails]
     assert sum(f.kind == "right" for f in found) >= 0.8 * count
 
@@ -65,6 +68,7 @@ def test_draws_are_their_numbers_and_cover_everything(data: dict[bool, Data]) ->
     assert {s.schedule for s in drawn} == {"auto", *schedules()} - {"eager_1f1b"}  # of a test
     assert {s.lm for s in drawn} == {"titan", "hf_llama", "hf_qwen3", *MIXTURES}
     assert {s.tied for s in drawn} == {True, False}
+    assert any("llm.router" in s.freeze for s in drawn)
     assert {layout.get("ep", 1) for s in drawn for layout in s.layouts.values()} == {1, 2, 4}
     assert {s.reshard_after_forward for s in drawn} == {"auto", "never", "always"}
     layouts = [layout for s in drawn for layout in s.layouts.values()]
