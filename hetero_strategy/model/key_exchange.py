@@ -1,8 +1,8 @@
 """Attention to keys of other context-parallel ranks, which travel while other heads are attended and are not kept.
 
 Key heads make groups. While one group is attended, the keys and values of the next travel, so that two groups are in
-memory. Backward fetches them again, sends their gradients back, and adds these source by source: sums have one order.
-What else attention keeps for backward is kept.
+memory. Backward fetches them again, sends their gradients back, and adds these source by source in fp32, or in fp64 for
+fp64 keys: sums have one order. What else attention keeps for backward is kept.
 """
 
 from __future__ import annotations
@@ -84,22 +84,25 @@ class _Travel(NamedTuple):
         return torch.cat([own, self.context.arrived(arriving)]).index_select(0, places)
 
     def begin_back(self, gradient: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Begin to send gradients of the seen rows back; return those of ``rows`` own rows, and what will arrive."""
-        keys = self.keys
-        total = gradient.new_zeros(rows + sum(keys.received), gradient.shape[1])
+        """Begin to send gradients of the seen rows back; return those of ``rows`` own rows in the dtype of sums, and
+        what will arrive.
+        """
+        keys, wide = self.keys, torch.promote_types(gradient.dtype, torch.float32)
+        sums = wide if self.by_segments else gradient.dtype
+        total = gradient.new_zeros(rows + sum(keys.received), gradient.shape[1], dtype=sums)
         if self.by_segments:
             for turn in keys.turns:
-                total.index_add_(0, keys.of_segments[turn], gradient[turn])
+                total.index_add_(0, keys.of_segments[turn], gradient[turn].to(wide))
         else:
             total.index_copy_(0, keys.keys, gradient)
-        return total[:rows], self.context.send(total[rows:], keys.received, keys.sent)
+        return total[:rows].to(wide), self.context.send(total[rows:].to(gradient.dtype), keys.received, keys.sent)
 
     def finish_back(self, own: Tensor, arriving: Tensor) -> Tensor:
-        """Return the gradients of own rows, summed over the ranks."""
+        """Return the gradients of own rows, summed over the ranks, in the dtype in which they travel."""
         arrived, keys = self.context.arrived(arriving), self.keys
         for places, part in zip(keys.own.split(keys.sent), arrived.split(keys.sent), strict=True):
-            own.index_add_(0, places, part)
-        return own
+            own.index_add_(0, places, part.to(own.dtype))
+        return own.to(arrived.dtype)
 
 
 class _Kept:

@@ -166,6 +166,24 @@ def test_options_hold_in_each_group_of_heads(heads: tuple[int, int], monkeypatch
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(("parts", "dealt"), [(4, "two chunks"), (8, "any rows")])
+def test_half_gradients_are_rounded_once_more_for_any_number_of_ranks(parts: int, dealt: str) -> None:
+    """What other ranks send of a key is rounded, the sums are not: together 1.4 of one rank's error."""
+    torch.manual_seed(0)
+    rows = [torch.randn(1, 256, heads, 32).to(torch.bfloat16).transpose(1, 2) for heads in (4, 2, 2)]
+    weight, whole = torch.randn(1, 4, 256, 32).to(torch.bfloat16), inputs_of([256])
+
+    def of_one(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).detach().requires_grad_() for x in rows]
+        out = packed_attention(*leaves, whole.packing, causal=True)
+        return [x.double() for x in torch.autograd.grad(out, leaves, weight.to(dtype))]
+
+    exact, rounded = of_one(torch.float64), of_one(torch.bfloat16)
+    found = on_all_ranks(rows, whole, rows_by_rank(parts, 256, dealt), weight)
+    for one, other, wanted in zip(found.gradients, rounded, exact, strict=True):
+        assert (one.double() - wanted).norm() < 1.6 * (other - wanted).norm()
+
+
 def keeping(query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> Tensor:
     """What a fused kernel keeps: its inputs, its result and a number for each row."""
     rows = (x.transpose(0, 1)[None] for x in (query, key, value))
