@@ -99,6 +99,8 @@ class Setting:
     edges: tuple[tuple[str, str], ...] | None = None
     """None: every encoder feeds every language model, the first of which feeds the generators."""
     loss_weights: Mapping[str, float] = field(default_factory=dict)
+    heads: int = 4
+    """Of language models of Hugging Face."""
     kv_heads: int = 4
     vision_layers: int = 2
     audio_layers: int = 1
@@ -172,10 +174,10 @@ class Setting:
         """What a one-process run depends on."""
         layers = (self.vision_layers, self.audio_layers, self.llm_layers, self.draw_layers)
         weights = tuple(self.loss_weights.items())
-        model = (self.modules, self.lm, self.tied, self.kv_heads, self.freeze, layers, self.edges, weights, self.unused)
+        model = (self.modules, self.lm, self.tied, self.heads, self.kv_heads, self.freeze, layers, self.edges, weights)
         options = (self.dropout, self.chosen("float8"), self.attention)
         others = (tuple(sorted(each.items())) for each in options)
-        return (self.folder, *model, *others, self.batches, self.precision)
+        return (self.folder, *model, self.unused, *others, self.batches, self.precision)
 
 
 def data(folder: Path, *, draws: bool = False) -> str:
@@ -285,7 +287,8 @@ def model_of(setting: Setting, vocabulary: int) -> MultimodalModel:
         else:
             modules[name] = LANGUAGE_MODELS[setting.lm](
                 vocab_size=vocabulary, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=setting.llm_layers,
-                num_attention_heads=4, num_key_value_heads=setting.kv_heads, head_dim=8, max_position_embeddings=512,
+                num_attention_heads=setting.heads, num_key_value_heads=setting.kv_heads, head_dim=8,
+                max_position_embeddings=512,
                 tie_word_embeddings=setting.tied, **attention,
             )  # fmt: skip
     for name, rule in setting.attention.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +21,9 @@ from tests.distributed.stepping import SAMPLES, OnRank, Run, Setting, Stepped, s
 
 pytestmark = pytest.mark.distributed
 
-WAYS = ("alone", "tp", "1f1b", "zb_h1", "dp", "FSDP", "recompute")
+RULES = ("causal", "items_alone", "items beyond a window", "words", "prefix")
+OVER = ("tp", "1f1b", "zb_h1", "dp", "FSDP")
+"""Ways that need twice as many ranks."""
 
 
 def setting_with(folders: dict[bool, str], cp: int, way: str, **of_llm: Any) -> Setting:
@@ -58,13 +61,22 @@ def pieces(step: Stepped) -> int:
     return sum(len(one.order.start) for one in step.plan.assignments["llm"] if one.order is not None)
 
 
-@pytest.mark.parametrize("cp", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4))])
-@pytest.mark.parametrize("ways", [("alone", "recompute"), ("tp", "1f1b", "zb_h1", "dp", "FSDP")], ids=str)
-def test_gradients_are_those_of_one_process(
-    pool: Pool, folders: dict[bool, str], ways: tuple[str, ...], cp: int
-) -> None:
-    steps = check(pool, [setting_with(folders, cp, way) for way in ways])
-    assert all(pieces(step) > cp for step in steps)
+@pytest.mark.parametrize("ways", [("alone", "recompute"), OVER], ids=str)
+def test_gradients_are_those_of_one_process(pool: Pool, folders: dict[bool, str], ways: tuple[str, ...]) -> None:
+    steps = check(pool, [setting_with(folders, 2, way) for way in ways])
+    assert all(pieces(step) > 2 for step in steps)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cp", [3, 4])
+@pytest.mark.parametrize("ways", [("alone", "recompute", "compile"), OVER], ids=str)
+def test_more_ranks_have_rules_too(pool: Pool, folders: dict[bool, str], ways: tuple[str, ...], cp: int) -> None:
+    """Each way with a rule for three ranks and another for four."""
+    rules = islice(cycle(RULES), 2 * (cp - 3), None)
+    settings = [
+        replace(setting_with(folders, cp, way), attention={"llm": rule}) for way, rule in zip(ways, rules, strict=False)
+    ]
+    assert all(pieces(step) > cp for step in check(pool, settings))
 
 
 @pytest.mark.parametrize(
