@@ -12,7 +12,8 @@ all-gather, and the time of the busiest rank over that of even ranks without tra
 
 Steps: a language model of four blocks, each microbatch one sequence, on one rank and on two gloo processes with
 context, tensor and data parallelism, which takes two sequences at once. Seconds are medians of steps in turns;
-allocated is all memory of tensors that a step makes, at its most, on the rank that has most.
+processor is the processor time of the rank that takes most, which other programs change less. Allocated is all memory
+of tensors that a step makes, at its most, on the rank that has most.
 """
 
 from __future__ import annotations
@@ -180,18 +181,16 @@ def main(chosen: Options) -> Any:
         ran = chosen.pool.run(world, run_turns, turns, 1, chosen.rounds, timeout=900)
         for turn, name in enumerate(names):
             held = chosen.pool.run(world, allocated, settings[name], timeout=300)
-            seconds = statistics.median(
-                max(step.end for step in of_ranks) - min(step.begin for step in of_ranks)
-                for of_ranks in zip(*ran, strict=True)
-                if of_ranks[0].turn == turn
-            )
-            steps[name] = {"seconds": seconds, "allocated": max(held)}
+            own = [of_ranks for of_ranks in zip(*ran, strict=True) if of_ranks[0].turn == turn]
+            seconds = [max(step.end for step in of) - min(step.begin for step in of) for of in own]
+            processor = [max(step.cpu for step in of) for of in own]
+            medians = {"seconds": statistics.median(seconds), "processor": statistics.median(processor)}
+            steps[name] = {**medians, "allocated": max(held)}
     alone = steps["one rank"]
     lines = [
-        [name, f"{one['seconds']:.2f}", *(f"{one[k] / alone[k]:.3f}" for k in ("seconds", "allocated"))]
-        for name, one in steps.items()
+        [name, f"{one['seconds']:.2f}", *(f"{one[k] / alone[k]:.3f}" for k in alone)] for name, one in steps.items()
     ]
-    columns = ("layout", "seconds", "of one rank's", "allocated, of one rank's")
+    columns = ("layout", "seconds", "of one rank's", "processor, of one rank's", "allocated, of one rank's")
     report(f"a step of {SAMPLES} sequences of {chosen.tokens} tokens", columns, lines)
     return {"evenness": even, "documents": packed, "steps": steps}
 
