@@ -60,9 +60,9 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         lines.append(("training", _training_line(report)))
         lines.append(("of that", _spent_line(report["seconds"], report["train_seconds"])))
     for module, loads in (report.get("expert_load") or {}).items():
-        most = max(loads)
+        busiest = max(loads, key=loads.__getitem__)
         lines.append(
-            (f"experts of {module}", f"busiest {most:.2f} times the mean of rows, in layer {loads.index(most)}")
+            (f"experts of {module}", f"busiest {loads[busiest]:.2f} times the mean of rows, in block {busiest}")
         )
     if timeline := report.get("timeline"):
         lines.append(("step", _timeline_line(timeline)))

@@ -21,7 +21,7 @@ from hetero_strategy.errors import ConfigError
 from hetero_strategy.layout.spec import Placement
 from hetero_strategy.loading.batch import Batch
 from hetero_strategy.loading.datamodule import MultimodalDataModule
-from hetero_strategy.model.read_spec import spec_of_module
+from hetero_strategy.model.read_spec import active_parameters
 from hetero_strategy.monitor import BalanceMonitor, MemoryMonitor, ThroughputMonitor, TimelineMonitor
 from hetero_strategy.monitor.measure import Spent
 from hetero_strategy.monitor.throughput import Totals
@@ -199,9 +199,7 @@ def summarize(
         name: sum(p.numel() for p in adapter.meta_copy().parameters())
         for name, adapter in module.model.modules_by_name.items()
     }
-    active = {
-        name: spec_of_module(adapter.meta_copy()).active for name, adapter in module.model.modules_by_name.items()
-    }
+    active = {name: active_parameters(adapter.meta_copy()) for name, adapter in module.model.modules_by_name.items()}
     return {
         "split": split,
         "exact_match": metrics.get(f"{split}/exact_match"),
@@ -296,7 +294,9 @@ def throughput(totals: Totals) -> dict[str, Any]:
         "train_seconds": round(spent.training, 2),
         "tokens_per_second": round(totals.tokens / spent.training, 1) if spent.training else None,
         "data_wait_seconds": round(spent.data, 2),
-        "expert_load": {name: [round(load, 2) for load in loads] for name, loads in totals.expert_load.items()},
+        "expert_load": {
+            name: {block: round(load, 2) for block, load in loads.items()} for name, loads in totals.expert_load.items()
+        },
         "seconds": {"rank": totals.rank} | {part: round(value, 2) for part, value in asdict(spent).items()},
     }
 

@@ -79,6 +79,14 @@ def spec_of_module(module: Adapter) -> ModuleSpec:
     )
 
 
+def active_parameters(module: Adapter) -> int:
+    """Return :attr:`ModuleSpec.active` without cutting the module into stages."""
+    parts = [module.get_submodule(fqn) for fqn in module.experts()]
+    visited = sum(linear_flops(part, module.used_share) for part in parts) / 2
+    unvisited = sum(p.numel() for part in parts for p in part.parameters()) - visited
+    return int(sum(p.numel() for p in module.parameters()) - unvisited)
+
+
 def _rules(module: Adapter, stages: int) -> tuple[tuple[MaskRule, Int64[np.ndarray, "stages"]], ...]:
     """Count the attentions of each stage by the rule that they follow."""
     if not module.kind.samplewise:

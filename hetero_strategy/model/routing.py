@@ -14,7 +14,7 @@ Only real rows count: neither alignment rows nor those of skipped samples, nor t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +56,11 @@ class Routing:
     def size(self) -> int:
         """Return the number of experts of all layers."""
         return len(self.routers) * self.experts
+
+    def block_numbers(self, blocks: Iterable[str]) -> list[int]:
+        """Return the number of each router's block among all blocks of the module, by their FQNs."""
+        numbers = {fqn: number for number, fqn in enumerate(blocks)}
+        return [next(n for fqn, n in numbers.items() if router.startswith(f"{fqn}.")) for router in self.routers]
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -84,8 +84,8 @@ class Totals(NamedTuple):
     """Times of the rank that waited longest for data."""
     rank: int
     """Number of that rank."""
-    expert_load: Mapping[str, Sequence[float]] = MappingProxyType({})
-    """Module with experts -> rows of each layer's busiest expert over the mean, in the last window."""
+    expert_load: Mapping[str, Mapping[int, float]] = MappingProxyType({})
+    """Module with experts -> number of a block -> rows of its busiest expert over the mean, in the last window."""
 
 
 Flops = Annotated[float, ("FLOP/s of one device, such as 989e12,", lambda flops: flops > 0)]
@@ -109,7 +109,7 @@ class ThroughputMonitor(L.Callback):
     ``hfu/total``, ``hfu/<module>``          MFU plus recomputed FLOPs; MFU and HFU need a known peak
     ``memory/max_allocated_gib``             peak of the fullest rank (``memory/max_rss_gib`` on CPU)
     ``memory/max_offloaded_gib``             most activations in host memory on any rank, with ``offload``
-    ``experts/<module>/<layer>``             rows of the layer's busiest expert over the mean of its experts
+    ``experts/<module>/<block>``             rows of the block's busiest expert over the mean of its experts
     ======================================== ====================================================================
 
     Modules that share ranks share their peak: their MFUs add up to the ranks' MFU. Each time is the
@@ -142,7 +142,8 @@ class ThroughputMonitor(L.Callback):
     def _reset(self) -> None:
         self._window, self._watch = _Window(), Watch(self._clock)
         self._steps = self._tokens = 0
-        self._loads: dict[str, list[float]] = {}
+        self._loads: dict[str, dict[int, float]] = {}
+        self._warned: set[tuple[str, int]] = set()
         self._spent = Spent()
         self._step = 0
 
@@ -244,14 +245,12 @@ class ThroughputMonitor(L.Callback):
             memory_name: memory,
             **({} if away is None else {"memory/max_offloaded_gib": most_away}),
         }
-        self._loads = {name: expert_loads(rows) for name, rows in window.experts.items()}
-        for name, loads in self._loads.items():
-            metrics |= {f"experts/{name}/{layer}": load for layer, load in enumerate(loads)}
-            if max(loads) >= UNEVEN:
-                rank_zero_warn(
-                    f"experts of {name!r}: the busiest one of layer {int(np.argmax(loads))} had {max(loads):.1f} times"
-                    " the mean of rows; a larger balance_loss or router_bias_step spreads them"
-                )
+        for name, rows_of_experts in window.experts.items():
+            routing: Any = modules[name].routing
+            numbers = routing.block_numbers(modules[name].meta_copy().blocks())
+            self._loads[name] = dict(zip(numbers, expert_loads(rows_of_experts), strict=True))
+            metrics |= {f"experts/{name}/{block}": load for block, load in self._loads[name].items()}
+            self._warn_of_uneven(name)
         if self._peak is not None:
             for kind, part in (("mfu", "model"), ("hfu", "hardware")):
                 flops = {name: getattr(w, part) for name, w in works.items()}
@@ -261,6 +260,19 @@ class ThroughputMonitor(L.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=self._step)
         return metrics
+
+    def _warn_of_uneven(self, name: str) -> None:
+        """Warn once of each block of a module whose busiest expert has many times the mean of rows."""
+        new = {n: load for n, load in self._loads[name].items() if load >= UNEVEN and (name, n) not in self._warned}
+        if not new:
+            return
+        self._warned |= {(name, block) for block in new}
+        busiest = max(new, key=new.__getitem__)
+        more = f" (and more than {UNEVEN:g} times it in {len(new) - 1} other blocks)" if len(new) > 1 else ""
+        rank_zero_warn(
+            f"experts of {name!r}: the busiest one of block {busiest} had {new[busiest]:.1f} times the mean of"
+            f" rows{more}; a larger balance_loss or router_bias_step spreads them"
+        )
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.context import Context, in_context
 from hetero_strategy.model.inputs import IGNORE, Packing, SequenceInputs
-from hetero_strategy.model.read_spec import spec_of_module
+from hetero_strategy.model.read_spec import active_parameters, spec_of_module
 from hetero_strategy.model.spec import ModelSpec, ModuleSpec
 from hetero_strategy.parallelize.offload import Offload
 from hetero_strategy.parallelize.recompute import Recompute
@@ -269,10 +269,10 @@ def test_what_becomes_of_parameters_in_closed_form() -> None:
 def test_experts_are_held_by_all_ranks_that_share_them(degrees: dict[str, int], ep: int) -> None:
     """A rank holds E / (ep x efsdp) experts of a layer, and gathers E / ep."""
     with torch.device("meta"):
-        shape = spec_of_module(mixture(64, 2, 8))
+        shape = spec_of_module(module := mixture(64, 2, 8))
     layout, matrices = ModuleLayout((0, 1, 2, 3), ep=ep, **degrees).resolved(), 3 * 64 * 64
     assert shape.experts is not None and shape.experts.held(0, 2) == (2 * 8 * matrices, 2 * 8 * matrices)
-    assert shape.active == shape.parameters.sum() - 2 * 6 * matrices
+    assert shape.active == active_parameters(module) == shape.parameters.sum() - 2 * 6 * matrices
     found, plain = (stage_bytes(shape, x, 0, 2, False, Precision(2, 4)) for x in (layout, replace(layout, ep=1)))
     shared = 2 * 8 * matrices / (layout.shards * layout.tp)
     assert found.masters == plain.masters and found.optimizer == plain.optimizer >= 2 * 4 * shared
