@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,24 +22,56 @@ def all_to_all(rows: Tensor, sent: Sizes, received: Sizes, group: str) -> Tensor
         sent, received: rows sent to each rank, and received from it.
         group: name of the process group.
     """
-    arrived: Tensor = _AllToAll.apply(rows, sent, received, group)
-    return arrived
+    return start_all_to_all(rows, sent, received, group)()
 
 
-class _AllToAll(torch.autograd.Function):
+def start_all_to_all(rows: Tensor, sent: Sizes, received: Sizes, group: str) -> Callable[[], Tensor]:
+    """Start :func:`all_to_all`, and return a function that waits and returns its result.
+
+    What runs before that function runs while rows travel, and its backward while gradients travel: of nodes that are
+    ready, autograd runs those of the latest forward first.
+    """
+    rows, travelling = _Start.apply(rows, sent, received, group)
+    return lambda: _Finish.apply(rows, travelling, received, sent, group)
+
+
+class _Start(torch.autograd.Function):
+    """Rows that start to travel; backward waits for their gradients."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: Sizes, received: Sizes, group: str) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, sent: Sizes, received: Sizes, group: str) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.way = received, sent, group
-        return _exchanged(rows, sent, received, group)
+        travelling = _started(rows, sent, received, group)
+        ctx.mark_non_differentiable(travelling)
+        return rows.view_as(rows), travelling  # a gradient has the shape of the rows that are sent
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        return None if grads[0] is None else _exchanged(grads[0], *ctx.way), None, None, None
+        return None if grads[0] is None else _waited(grads[0]), None, None, None
 
 
-def _exchanged(rows: Tensor, sent: Sizes, received: Sizes, group: str) -> Tensor:
-    c10d = torch.ops._c10d_functional
-    arrived: Tensor = c10d.wait_tensor(c10d.all_to_all_single(rows.contiguous(), [*received], [*sent], group))
+class _Finish(torch.autograd.Function):
+    """Rows that have arrived; backward starts to send their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, travelling: Tensor, *way: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.way = way
+        return _waited(travelling)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+        return None if grads[0] is None else _started(grads[0], *ctx.way), None, None, None, None
+
+
+def _started(rows: Tensor, sent: Sizes, received: Sizes, group: str) -> Tensor:
+    op = torch.ops._c10d_functional.all_to_all_single
+    travelling: Tensor = op(rows.contiguous(), [*received], [*sent], group)
+    return travelling
+
+
+def _waited(travelling: Tensor) -> Tensor:
+    arrived: Tensor = torch.ops._c10d_functional.wait_tensor(travelling)
     return arrived

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hetero_strategy.model.all_to_all import all_to_all
+from hetero_strategy.model.all_to_all import all_to_all, start_all_to_all
 
 Compute = Callable[[Tensor, Tensor], Tensor]
 """A function of rows ``[n, width]``, sorted by expert, and the end of each expert's rows, int32 ``[experts]``, that
@@ -56,7 +56,13 @@ class ExpertRoute(NamedTuple):
 
 
 def routed(
-    rows: Tensor, chosen: Tensor, weights: Tensor, experts: int, compute: Compute, exchange: Exchange | None = None
+    rows: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    experts: int,
+    compute: Compute,
+    exchange: Exchange | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
     """Return the weighted sum of each row's experts, ``[T, width]``.
 
@@ -69,32 +75,48 @@ def routed(
         experts: number of experts on all ranks.
         compute: the experts of this rank.
         exchange: the ranks that share the experts; None: this rank has all of them.
+        meanwhile: a function that runs once rows have started to travel; its backward runs while gradients travel.
     """
     if exchange is not None:
-        return _routed_over_ranks(rows, chosen, weights, experts, compute, exchange)
+        return _routed_over_ranks(rows, chosen, weights, experts, compute, exchange, meanwhile)
+    if meanwhile is not None:
+        meanwhile()
     route = _route_here(chosen, experts)
     return combine(compute(dispatch(rows, route), route.ends), weights, route)
 
 
 @torch.compiler.disable
 def _routed_over_ranks(
-    rows: Tensor, chosen: Tensor, weights: Tensor, experts: int, compute: Compute, exchange: Exchange
+    rows: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    experts: int,
+    compute: Compute,
+    exchange: Exchange,
+    meanwhile: Callable[[], None] | None,
 ) -> Tensor:
     """Compute :func:`routed` outside of compiled code, since sizes come from the host."""
     kept = _kept.get()
     route = next(kept.routes) if kept is not None and kept.again else _route_over_ranks(chosen, experts, exchange)
     if kept is not None and not kept.again:
         kept.noted.append(route)
-    return combine(compute(dispatch(rows, route, exchange), route.ends), weights, route, exchange)
+    return combine(compute(dispatch(rows, route, exchange, meanwhile), route.ends), weights, route, exchange)
 
 
-def dispatch(rows: Tensor, route: ExpertRoute, exchange: Exchange | None = None) -> Tensor:
+def dispatch(
+    rows: Tensor,
+    route: ExpertRoute,
+    exchange: Exchange | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> Tensor:
     """Return rows ``[n, width]`` of this rank's experts, sorted by expert, from rows ``[T, width]``."""
     spread = _Spread.apply(rows, route.order)
     if exchange is None or route.by_expert is None:
         return spread
-    arrived = all_to_all(spread, route.sent, route.received, exchange.group)
-    return _Permuted.apply(arrived, route.by_expert, _inverse(route.by_expert))
+    arrived = start_all_to_all(spread, route.sent, route.received, exchange.group)
+    if meanwhile is not None:
+        meanwhile()
+    return _Permuted.apply(arrived(), route.by_expert, _inverse(route.by_expert))
 
 
 def combine(results: Tensor, weights: Tensor, route: ExpertRoute, exchange: Exchange | None = None) -> Tensor:

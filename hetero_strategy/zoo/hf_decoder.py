@@ -37,6 +37,7 @@ from hetero_strategy.zoo.hf_experts import (
 )
 from hetero_strategy.zoo.hf_mixers import TakesPacking, mixers_of, run_each_sequence
 from hetero_strategy.zoo.hf_packed import packed_rows, some_mask, use_packed_attention
+from hetero_strategy.zoo.hf_shared_experts import shared_meanwhile
 from hetero_strategy.zoo.hf_stand_ins import Calling, Given, Kept, StandIn, first_of, shallow
 from hetero_strategy.zoo.hf_tp import tensor_parallel_faults, tensor_parallel_plan
 from hetero_strategy.zoo.hf_trace import parts_of
@@ -90,7 +91,8 @@ class HFCausalLM(HFAdapter, CausalLM):
         self.head_path = _fqn(self.model, self.model.get_output_embeddings())
         packing = Packing.of(np.array([2])).to("meta")
         rows = torch.empty(1, 2, text.hidden_size, device="meta")
-        with self.measured(), routers_that_run(self.model) as routers:  # experts, too, run without values
+        alone = shared_meanwhile(self.model, expert_parts(self.model))
+        with self.measured(), routers_that_run(self.model) as routers, alone:  # experts, too, run without values
             parts = parts_of(self.base, self.layers, lambda base: self._run(base, rows, packing))
         self.routing = make_routing(who, self.model, routers, text, balance_loss, router_bias_step)
         embedding = _fqn(self.base, self.base.get_input_embeddings())

@@ -169,8 +169,9 @@ def _bias_of(model: nn.Module, router: str) -> str | None:
 
 def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run a transformers module of experts on rows ``[T, width]``, with choices and weights ``[T, k]`` of a router."""
-    exchange = module.__dict__.get("exchange")
-    return routed(hidden_states, top_k_index, top_k_weights, module.num_experts, partial(_compute, module), exchange)
+    exchange, meanwhile = (module.__dict__.get(name) for name in ("exchange", "meanwhile"))
+    compute = partial(_compute, module)
+    return routed(hidden_states, top_k_index, top_k_weights, module.num_experts, compute, exchange, meanwhile)
 
 
 def _compute(module: Any, rows: Tensor, ends: Tensor) -> Tensor:

@@ -64,6 +64,18 @@ class Given(StandIn):
         return self.__dict__["like"](*args, **kwargs, **self.__dict__["more"])
 
 
+class Result(StandIn):
+    """A module's stand-in that returns a result which the module has computed before."""
+
+    def __init__(self, result: Any, like: nn.Module | None) -> None:
+        super().__init__(like=like)
+        self.__dict__["result"] = result
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["result"]
+
+
 class Calling(StandIn):
     """A base's stand-in that runs a function on the rows ``inputs_embeds``."""
 

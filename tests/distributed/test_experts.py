@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,16 +26,19 @@ from hetero_strategy.checkpoint import Checkpointer, load
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.layout.spec import place
+from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.experts import Exchange, kept_routes, routed
 from hetero_strategy.model.inputs import SequenceInputs
 from hetero_strategy.parallelize import experts, fsdp
 from hetero_strategy.parallelize.apply import parallelize
 from hetero_strategy.parallelize.gradients import local
 from hetero_strategy.parallelize.recompute import Recompute
+from hetero_strategy.parallelize.transform import Transform
 from hetero_strategy.runtime.backward import inputs_first
 from hetero_strategy.testing import Pool
 from hetero_strategy.testing.composites import built, tiny
 from hetero_strategy.zoo.hf_causal_lm import HFCausalLM, hf_causal_lm
+from hetero_strategy.zoo.hf_shared_experts import SharedMeanwhile
 from tests.distributed.exact import EXACT, Given, differences, expected, on, run_together, setting_of
 from tests.model.helpers import reads, tokens
 from tests.parallelize.pieces import MAKE, Piece, run_all, worst
@@ -301,10 +304,10 @@ def test_blocks_that_run_in_vain_hang_nobody(pool: Pool) -> None:
         assert worst(results) < 1e-10
 
 
-FEW = ("gpt_oss", "deepseek_v3")
-"""Biases of experts; shared experts and groups of them."""
+FEW = ("gpt_oss", "deepseek_v3", "qwen2_moe")
+"""Biases of experts; shared experts and groups of them; shared experts that transformers runs first."""
 MANY = (
-    *("phimoe", "qwen2_moe", "mixtral", "deepseek_v2", "olmoe", "glm4_moe", "granitemoe", "ernie4_5_moe"),
+    *("phimoe", "mixtral", "deepseek_v2", "olmoe", "glm4_moe", "granitemoe", "ernie4_5_moe"),
     *("minimax_m2", "dots1", "laguna", "qwen3_next", "granitemoehybrid", "minimax"),
 )
 
@@ -327,15 +330,63 @@ def test_gradients_of_families(pool: Pool, model_types: tuple[str, ...], layout:
     assert max(errors.values()) < 1e-5, errors
 
 
-def unfreed_on_rank(rank: int, world: int) -> set[str]:
-    """Nodes of graphs, reachable from any tensor after a backward that recomputes, whose saved tensors are kept."""
-    module = hf_causal_lm(model_type="deepseek_v3", check=False, **TINY["deepseek_v3"]).train()
+def one_stage(world: int, model_type: str, **transforms: Transform) -> Adapter:
+    """A tiny mixture in place on this rank, whose experts all ranks share."""
+    module = hf_causal_lm(model_type=model_type, check=False, **TINY[model_type]).train()
     layout = ModuleLayout(world, ep=world).resolved()
     registry = GroupRegistry(place({"m": layout}, world), [], "cpu")
-    mesh, transforms = registry.mesh("m"), {"recompute": Recompute()}
+    mesh, meshes = registry.mesh("m"), {"experts": registry.experts("m")}
     (stage,) = parallelize(
-        "m", module, layout, mesh, torch.device("cpu"), seed=3, experts=registry.experts("m"), transforms=transforms
+        "m", module, layout, mesh, torch.device("cpu"), seed=3, transforms=transforms, **meshes
     ).values()
+    return stage
+
+
+class Events(TorchDispatchMode):
+    """Notes starts and ends of exchanges, and products with some weights."""
+
+    def __init__(self, weights: Callable[[], Iterable[Tensor]]) -> None:
+        super().__init__()
+        self.weights, self.noted = weights, ""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name == "all_to_all_single":
+            self.noted += "("
+        elif name == "wait_tensor":
+            self.noted += ")"
+        elif name == "mm":
+            self.noted += "x" * (not {x.data_ptr() for x in args}.isdisjoint({w.data_ptr() for w in self.weights()}))
+        return function(*args, **(kwargs or {}))
+
+
+def order_on_rank(rank: int, world: int, model_type: str, hidden: bool) -> list[str]:
+    """Exchanges and products with weights of the first shared experts, in forward and in backward."""
+    stage = one_stage(world, model_type)
+    block: Any = next(part for part in stage.modules() if isinstance(part, SharedMeanwhile))
+    if not hidden:
+        block.__class__ = block.__class__.__mro__[2]
+    shared, noted = block.get_submodule(block.order.shared[0]), []
+    with Events(shared.parameters) as events:
+        loss = stage(tokens([7, 4]), {}, None).loss_sum
+        noted.append(events.noted)
+        fsdp.per_microbatch(stage, True, {})
+        events.noted = ""
+        loss.backward()
+    return [*noted, events.noted]
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen2_moe"])
+def test_shared_experts_run_while_rows_travel(pool: Pool, model_type: str) -> None:
+    """Three products in forward, and three for gradients of rows in backward, which an exchange surrounds."""
+    for hidden in (True, False):
+        for forward, backward in pool.run(2, order_on_rank, model_type, hidden, timeout=60):
+            assert ("(xxx)" in forward) == ("(xxx)" in backward) == hidden, (forward, backward)
+
+
+def unfreed_on_rank(rank: int, world: int) -> set[str]:
+    """Nodes of graphs, reachable from any tensor after a backward that recomputes, whose saved tensors are kept."""
+    stage = one_stage(world, "deepseek_v3", recompute=Recompute())
     loss = stage(tokens([7, 4]), {}, None).loss_sum
     fsdp.per_microbatch(stage, True, {})
     loss.backward()
