@@ -154,6 +154,11 @@ def of_line(text: str, data: Mapping[bool, Data]) -> Setting:
     return Setting(data["draw" in given["layouts"]].folder, **given)
 
 
+def shown(failing: Found) -> str:
+    """The end of a failure's text, and the option that runs its setting."""
+    return f"\n  {failing.text.strip()[-2000:]}\n  --setting '{line(failing.setting)}'"
+
+
 def masked(message: str) -> str:
     """A message without its numbers, so that equal ones can be counted."""
     return re.sub(r"\d+(\.\d+)?", "#", message)
@@ -214,14 +219,13 @@ def run_all(
         options: dict[str, Any] = {"number": number, "held_up": held_up}
         found = run(pool, setting, timeout=timeout, **options)
         if found.fails:
+            say(f"setting {number} of seed {seed} fails ({found.kind}): {shown(found)}")
             again = run(pool, found.setting, timeout=timeout, **options)
             if again.kind != found.kind:
-                say(f"setting {number} of seed {seed} fails ({found.kind}), and then not (now {again.kind}):")
-            else:
-                limit = min(timeout, 20.0)
-                found = shrunk(found, lambda s: run(pool, s, timeout=limit, **options), most)
-                say(f"setting {number} of seed {seed} fails ({found.kind}):")
-            say(f"  {found.text.strip()[-2000:]}\n  --setting '{line(found.setting)}'")
+                say(f"setting {number} of seed {seed} does not fail so again: it is {again.kind}")
+            elif most:
+                found = shrunk(found, lambda s: run(pool, s, timeout=min(timeout, 20.0), **options), most)
+                say(f"setting {number} of seed {seed}, made smaller: {shown(found)}")
         return found
 
     with ThreadPoolExecutor(worlds) as threads:
