@@ -118,7 +118,7 @@ class RowOrder:
         first = ragged.starts(totals)
         instance = np.repeat(np.arange(len(totals)), pieces)
         start = start + first[instance]
-        by_rank = np.lexsort((rank, instance))
+        by_rank = ragged.argsort_small(instance * (int(rank.max(initial=0)) + 1) + rank)
         place = np.empty_like(start)
         place[by_rank] = ragged.starts(np.diff(np.append(start, totals.sum()))[by_rank])
         return cls(first, start, place)

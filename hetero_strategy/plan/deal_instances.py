@@ -1,31 +1,48 @@
-"""Deal the rows of several instances at once, in arrays; see :mod:`hetero_strategy.plan.deal_rows`. Pure."""
+"""Deal the rows of several instances at once, in arrays; see :mod:`hetero_strategy.plan.deal_rows`. Pure.
+
+An instance has sequences of 7, 3, 1 and 1 rows, and three ranks with room for 4 rows each. Sequences stand by falling
+pairs; the last ones, with a fifth of the rows, are the tail::
+
+    rows      7     3  1  1
+    parts     3  4  3  1  1    two ranks share 7 rows
+    rank      1  0  2  ?  ?    a round deals a part to each rank; "?" is the tail and what has no room
+    room      1  0  1          rows that ranks 1, 0 and 2 lack: the tail fills them end to end
+
+So ranks 1 and 0 share the first sequence, and ranks 2 and 1 have the others whole. :meth:`Instances.cut` then cuts the
+shared sequence in two chunks a rank, one from either end. All instances of a step are columns of the same arrays.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int64
 
 from hetero_strategy import ragged
 from hetero_strategy.layout.spec import ContextOrder
 from hetero_strategy.plan.deal_blocks import with_blocks
-from hetero_strategy.plan.masks import Masks
+from hetero_strategy.plan.masks import Masks, causal_masks
 
 EVEN = 0.01
 """Share of a rank's time by which ranks may differ before more of them share a sequence."""
-TRIES = ((1, 1e9), (2, 0.05), (4, 0.05))
-"""Times the fewest ranks that hold a sequence over which it is cut, and share of a rank's pairs by which it exceeds the
-mean (1e9: without limit), in turn until ranks are even."""
+WHOLE = 0.8
+"""Share of these pairs by which a whole sequence may exceed a rank's, which other sequences fill up."""
+TAIL = 0.2
+"""Share of an instance's rows in the sequences with fewest pairs, which fill ranks up to equal rows."""
+MANY = 6
+"""Parts for each rank in an instance from which a round deals to half of the ranks, and later ones several to each."""
 KEYS_SEEN = 0.75
 """Share of the keys of an instance in blocks that a rank sees, in estimates."""
 GAIN = 0.05
 """Least share of an instance's time that blocks save in estimates: they are cut instance by instance."""
-MANY = 16
-"""Sequences for each rank in an instance with many of them, whose first rounds deal more than one a rank."""
 GROUPS = 4
 """Groups of heads, in estimates."""
+STEPS = np.iinfo(np.uint16).max
+"""Steps of size by which sequences are sorted: numpy sorts 16 bits by radix, on any CPU in the same order."""
 
 
 class RowCost(NamedTuple):
@@ -53,31 +70,54 @@ class Shares(NamedTuple):
     rows: np.ndarray
 
 
+class RankPieces(NamedTuple):
+    """Runs of rows that fill instances."""
+
+    start: Int64[np.ndarray, "pieces"]
+    """First row of each piece among the rows of all instances, ascending."""
+    rank: Int64[np.ndarray, "pieces"]
+    """Context-parallel rank that has the piece."""
+
+
 @dataclass(frozen=True)
 class Instances:
-    """Instances whose sequences lie end to end."""
+    """Instances whose sequences lie end to end; ``ranks`` divides the rows of each."""
 
     lengths: np.ndarray
     instance: np.ndarray
     """Instance of each sequence, ascending."""
     totals: np.ndarray
     """Rows of each instance."""
-    masks: Masks
     ranks: int
     cost: RowCost
+    make_masks: Callable[[], Masks] | None = None
+    """Function that makes the masks of all rows. None: each row sees all rows before it in its sequence, so that two
+    chunks a rank are even, and masks are rarely needed."""
 
     @cached_property
-    def bounds(self) -> np.ndarray:
-        return ragged.offsets(self.lengths)
+    def masks(self) -> Masks:
+        """Masks of all rows."""
+        return causal_masks(self.lengths) if self.make_masks is None else self.make_masks()
+
+    @cached_property
+    def total(self) -> int:
+        return int(self.totals.sum())
 
     @cached_property
     def first(self) -> np.ndarray:
         return ragged.starts(self.totals)
 
     @cached_property
+    def rows_each(self) -> np.ndarray:
+        """Rows of a rank of each instance."""
+        return self.totals // self.ranks
+
+    @cached_property
     def pairs(self) -> np.ndarray:
         """Pairs of each sequence."""
-        return self.masks.pairs(self.bounds)
+        if self.make_masks is None:
+            return np.asarray(self.lengths * (self.lengths + 1) / 2)
+        return self.masks.pairs(ragged.offsets(self.lengths))
 
     @cached_property
     def share(self) -> np.ndarray:
@@ -94,16 +134,48 @@ class Instances:
         """Pairs by which a rank of each instance may exceed the mean."""
         return EVEN * self.least / self.cost.pair if self.cost.pair else np.full(len(self.totals), np.inf)
 
-    @cached_property
-    def causal(self) -> bool:
-        """Whether each row sees all rows before it in its sequence, so that two chunks a rank are even."""
-        some = np.count_nonzero(self.lengths)
-        return all(len(mask.row) == some and mask.high.all() and not mask.low.any() for mask in self.masks.masks)
+    def among(self, chosen: np.ndarray) -> tuple[Instances, np.ndarray]:
+        """Return some of the instances, and the numbers of their sequences."""
+        kept, number = np.flatnonzero(chosen[self.instance]), np.cumsum(chosen) - 1
+        totals = self.totals[chosen]
+        make = None if self.make_masks is None else lambda: self.masks.part(self.first[chosen], totals)
+        lengths, instance = self.lengths[kept], number[self.instance[kept]]
+        some = replace(self, lengths=lengths, instance=instance, totals=totals, make_masks=make)
+        some.__dict__["pairs"] = self.pairs[kept]  # else counted again, from masks
+        return some, kept
 
-    @property
-    def whole(self) -> Instances:
-        """The instances, each as one sequence."""
-        return replace(self, lengths=self.totals, instance=np.arange(len(self.totals)))
+    def dealt(self, order: ContextOrder) -> RankPieces:
+        """Return the pieces of all ranks."""
+        if order != "auto":
+            return self.as_one(order)
+        if np.array_equal(self.instance, np.arange(len(self.totals))):
+            return self.cut(self.everything(), "auto")
+        shares, time = self.spread()
+        pieces, worse = self.cut(shares, "auto"), time > (1 + GAIN) * self.least
+        if not worse.any():
+            return pieces
+        some, instance = self.among(worse)[0], self.of_rows(pieces.start)
+        ahead, again = self.first[worse] - some.first, worse[instance]
+        own = RankPieces(pieces.start[again] - ahead[(np.cumsum(worse) - 1)[instance[again]]], pieces.rank[again])
+        best = some.fastest(own)
+        best = best._replace(start=best.start + ahead[some.of_rows(best.start)])
+        return _by_row(pieces, ~again, best, np.ones(len(best.start), bool))
+
+    def fastest(self, pieces: RankPieces) -> RankPieces:
+        """Return the pieces of each instance, or those of two other orders if its busiest rank then takes less time."""
+        time = self.time(pieces)
+        pieces, time = self.better(pieces, time, self.as_one("zigzag"))
+        keys = (KEYS_SEEN * self.ranks - 1) * self.totals / self.ranks
+        even = self.cost.of(self.totals / self.ranks, self.share, keys)
+        if (slow := (1 + GAIN) * even < time).any():
+            pieces, _ = self.better(pieces, time, self.as_one("blocks", slow))
+        return pieces
+
+    def as_one(self, order: ContextOrder, some: np.ndarray | None = None) -> RankPieces:
+        """Deal each instance as if it were one sequence; ``some`` as in :meth:`cut`."""
+        number = np.arange(len(self.totals))
+        whole = replace(self, lengths=self.totals, instance=number, make_masks=lambda: self.masks)
+        return whole.cut(whole.everything(), order, some)
 
     def everything(self) -> Shares:
         """Return equal shares of all sequences on all ranks of instances that are one sequence."""
@@ -111,148 +183,88 @@ class Instances:
         rank, sequence = np.tile(np.arange(self.ranks), len(some)), np.repeat(some, self.ranks)
         return Shares(sequence, rank, self.lengths[sequence] // self.ranks)
 
-    def dealt(self, order: ContextOrder) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first row and the rank of each piece."""
-        whole = self.whole
-        if order != "auto":
-            return whole.cut(whole.everything(), order)
-        if len(self.lengths) == len(self.totals):
-            return whole.cut(whole.everything(), "auto")
-        shares, time = self.spread()
-        pieces = self.cut(shares, "auto")
-        if not (worse := time > (1 + GAIN) * self.least).any():
-            return pieces
-        time = self.time(*pieces)
-        other = whole.cut(whole.everything(), "zigzag")
-        pieces, time = self.better(pieces, time, other, worse)
-        keys = (KEYS_SEEN * self.ranks - 1) * self.totals / self.ranks
-        even = self.cost.of(self.totals / self.ranks, self.share, keys)
-        if (worse := worse & ((1 + GAIN) * even < time)).any():
-            other = whole.cut(whole.everything(), "blocks", worse)
-            pieces, _ = self.better(pieces, time, other, worse)
-        return pieces
-
-    def better(
-        self,
-        pieces: tuple[np.ndarray, np.ndarray],
-        time: np.ndarray,
-        other: tuple[np.ndarray, np.ndarray],
-        some: np.ndarray,
-    ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-        """Return the faster pieces of two of each instance, among some of them, and the times."""
-        others = self.time(*other)
-        taken = some & (others < time)
-        if not taken.any():
-            return pieces, time
-        start, rank = (
-            np.concatenate([a[~taken[self.of_rows(pieces[0])]], b[taken[self.of_rows(other[0])]]])
-            for a, b in zip(pieces, other, strict=True)
-        )
-        order = np.argsort(start, kind="stable")
-        return (start[order], rank[order]), np.where(taken, others, time)
+    def better(self, pieces: RankPieces, time: np.ndarray, other: RankPieces) -> tuple[RankPieces, np.ndarray]:
+        """Return the faster pieces of two of each instance, and the times."""
+        others = self.time(other)
+        kept, replaces = ((others >= time)[self.of_rows(pieces.start)], (others < time)[self.of_rows(other.start)])
+        return _by_row(pieces, kept, other, replaces), np.minimum(time, others)
 
     def of_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return the instance of each row."""
         return np.searchsorted(self.first, rows, "right") - 1
 
-    def time(self, start: np.ndarray, rank: np.ndarray) -> np.ndarray:
+    def time(self, pieces: RankPieces) -> np.ndarray:
         """Return the time of the busiest rank of each instance."""
-        rows = (self.totals // self.ranks)[:, None]
-        return np.asarray(self.cost.of(rows, *self.pairs_and_keys(start, rank))).max(axis=1)
+        return np.asarray(self.cost.of(self.rows_each[:, None], *self.pairs_and_keys(pieces))).max(axis=1)
 
-    def pairs_and_keys(self, start: np.ndarray, rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Count the pairs of each rank's rows, and the keys that these see and the rank lacks, ``[instances, ranks]``.
-
-        Args:
-            start, rank: pieces, as :meth:`dealt` returns them.
-        """
-        edges, owner = np.append(start, self.masks.total), self.of_rows(start) * self.ranks + rank
-        owners, rows = len(self.totals) * self.ranks, (self.totals // self.ranks)[:, None]
+    def pairs_and_keys(self, pieces: RankPieces) -> tuple[np.ndarray, np.ndarray]:
+        """Count pairs of the rows of each rank, and keys that these see and it lacks, ``[instances, ranks]``."""
+        edges, owner = np.append(pieces.start, self.total), self.of_rows(pieces.start) * self.ranks + pieces.rank
+        owners = len(self.totals) * self.ranks
         pairs = np.bincount(owner, self.masks.pairs(edges), owners).reshape(-1, self.ranks)
-        return pairs, self.masks.keys(edges, owner, owners).reshape(-1, self.ranks) - rows  # each row sees itself
+        keys = self.masks.keys(edges, owner, owners).reshape(-1, self.ranks)
+        return pairs, keys - self.rows_each[:, None]  # each row sees itself
 
     def spread(self) -> tuple[Shares, np.ndarray]:
-        """Cut long sequences of each instance over more ranks until these are even or take longer.
+        """Share sequences among the ranks of each instance, over twice the ranks where pairs are uneven otherwise.
 
         Returns also about the time of each instance.
         """
-        best, fewest = self.whole_first(*TRIES[0], self.pairs, self.share, self.slack)
-        again = fewest > (1 + EVEN) * self.least
-        for times, uneven in TRIES[1:]:
-            if not again.any():
-                break
-            kept = np.flatnonzero(again[self.instance])
-            number = np.cumsum(again) - 1
-            some = replace(
-                self, lengths=self.lengths[kept], instance=number[self.instance[kept]], totals=self.totals[again]
-            )
-            work = self.pairs[kept], self.share[again], self.slack[again]
-            shares, time = some.whole_first(times, uneven, *work)
-            taken = again.copy()
-            taken[again] = time < fewest[again]
-            fewest[taken] = time[taken[again]]
-            shares = Shares(kept[shares.sequence], shares.rank, shares.rows)
-            stays, replaces = ~taken[self.instance[best.sequence]], taken[self.instance[shares.sequence]]
-            best = Shares(*(np.concatenate([a[stays], b[replaces]]) for a, b in zip(best, shares, strict=True)))
-            again = taken & (fewest > (1 + EVEN) * self.least)
-        return best, fewest
+        shares, time, uneven = self.whole_first(1)
+        if not uneven.any():
+            return shares, time
+        some, kept = self.among(uneven)
+        finer, finer_time, _ = some.whole_first(2)
+        taken = uneven.copy()
+        taken[uneven] = finer_time < time[uneven]
+        time[uneven] = np.minimum(finer_time, time[uneven])
+        finer = finer._replace(sequence=kept[finer.sequence])
+        stays, replaces = ~taken[self.instance[shares.sequence]], taken[self.instance[finer.sequence]]
+        return Shares(*(np.concatenate([a[stays], b[replaces]]) for a, b in zip(shares, finer, strict=True))), time
 
-    def whole_first(
-        self, times: int, uneven: float, pairs: np.ndarray, share: np.ndarray, slack: np.ndarray
-    ) -> tuple[Shares, np.ndarray]:
-        """Choose the ranks of each sequence, most pairs first: as many equal shares as it needs if it is long, each on
-        one of the least loaded ranks.
+    @cached_property
+    def descending(self) -> np.ndarray:
+        """Return the sequences with rows by instance, those with most pairs first, about."""
+        order = _descending(self.instance, self.pairs)
+        return order[self.lengths[order] > 0]
 
-        Shares for which that rank has no room fill the rows that are left, those with most pairs a row where most pairs
-        are left. Returns also about the time of each instance.
+    def whole_first(self, times: int) -> tuple[Shares, np.ndarray, np.ndarray]:
+        """Share the sequences of each instance among its ranks; see the head of this file.
 
         Args:
-            times, uneven: as in :data:`TRIES`.
-            pairs, share, slack: as the properties, of which some instances take a part.
-        """
-        ranks, count = self.ranks, len(self.totals)
-        rows_each, over = self.totals // ranks, np.minimum(2 * slack, uneven * share)
-        needed = np.maximum(
-            self.lengths / np.maximum(rows_each, 1)[self.instance],
-            (pairs - over[self.instance]) / np.maximum(share, 1.0)[self.instance],
-        )
-        parts = np.where(needed > 1, np.minimum(np.ceil(times * needed), ranks), 1).astype(np.int64)
-        parts = np.where(self.lengths > 0, np.minimum(parts, self.lengths), 0)
-        sequence, number = np.repeat(np.arange(len(parts)), parts), ragged.within(parts)
-        rows = (number + 1) * self.lengths[sequence] // parts[sequence]
-        rows -= number * self.lengths[sequence] // parts[sequence]
-        density, instance = pairs / np.maximum(self.lengths, 1), self.instance[sequence]
-        load, room = np.zeros((count, ranks)), np.repeat(rows_each[:, None], ranks, axis=1)
-        rank = _rounds(instance, rows, rows * density[sequence], load, room, share + over)
-        loose = np.flatnonzero(rank < 0)
-        loose = loose[np.lexsort((-density[sequence[loose]], instance[loose]))]
-        excess = (load - share[:, None]) / np.maximum(room, 1)
-        emptiest = np.argsort(excess, axis=1, kind="stable") + np.arange(count)[:, None] * ranks
-        emptiest = emptiest.ravel()
-        rooms, fills = ragged.offsets(room.ravel()[emptiest]), ragged.offsets(rows[loose])
-        edges = np.unique(np.concatenate([rooms, fills]))
-        at = edges[:-1]
-        filled = sequence[loose[np.searchsorted(fills, at, "right") - 1]] if len(at) else sequence[:0]
-        fits = rank >= 0
-        shares = Shares(
-            np.concatenate([sequence[fits], filled]),
-            np.concatenate([rank[fits], emptiest[np.searchsorted(rooms, at, "right") - 1] % ranks]),
-            np.concatenate([rows[fits], np.diff(edges)]),
-        )
-        return shares, self.expected(shares, density)
+            times: ranks of a long sequence over the fewest that hold it.
 
-    def expected(self, shares: Shares, density: np.ndarray) -> np.ndarray:
-        """Estimate the time of each instance, as if ranks saw all keys of their sequences and pairs were spread evenly
-        over rows.
+        Returns:
+            The shares, about the time of each instance, and whether its pairs are uneven.
         """
-        sequence, rank, rows = shares
-        length = self.lengths[sequence]
-        lacked = (length - rows) * (rows < length)
-        owner, owners = self.instance[sequence] * self.ranks + rank, len(self.totals) * self.ranks
-        of = (np.bincount(owner, x, owners) for x in (rows, density[sequence] * rows, lacked))
-        return np.asarray(self.cost.of(*of)).reshape(-1, self.ranks).max(axis=1)
+        ranks, count, order = self.ranks, len(self.totals), self.descending
+        lengths, pairs, instance = self.lengths[order], self.pairs[order], self.instance[order]
+        rows_each = self.rows_each[instance]
+        ahead = np.cumsum(lengths) - lengths - self.first[instance]
+        tail = (ahead >= (1 - TAIL) * self.totals[instance]) & (lengths <= rows_each)
+        over = WHOLE * self.slack if times == 1 else np.zeros(count)
+        needed = np.maximum(lengths / rows_each, (pairs - over[instance]) / np.maximum(self.share, 1)[instance])
+        parts = np.where(tail, 1.0, np.ceil(times * needed))
+        parts = np.minimum(parts, np.minimum(lengths, ranks)).astype(np.int64)
+        of, number = np.repeat(np.arange(len(parts)), parts), ragged.within(parts)
+        rows = (number + 1) * lengths[of] // parts[of] - number * lengths[of] // parts[of]
+        load, room = np.zeros((count, ranks)), np.repeat(self.rows_each[:, None], ranks, axis=1)
+        rank, large = np.full(len(of), -1), np.flatnonzero(~tail[of])
+        if parts.max(initial=1) > 1:
+            large = large[_descending(instance[of[large]], (pairs / parts)[of[large]])]
+        rank[large] = _rounds(instance[of[large]], rows[large], (pairs / parts)[of[large]], load, room, self.share)
+        fits, loose = np.flatnonzero(rank >= 0), np.flatnonzero(rank < 0)
+        filler, filled, size = _fill(rows[loose], room, (load - self.share[:, None]) / np.maximum(room, 1))
+        part = np.concatenate([fits, loose[filler]])
+        shares = Shares(of[part], np.append(rank[fits], filled), np.append(rows[fits], size))
+        # About the time: as if ranks saw all keys of their sequences, and rows of a sequence had equally many pairs.
+        owner = instance[shares.sequence] * ranks + shares.rank
+        columns = (pairs / lengths)[shares.sequence] * shares.rows, lengths[shares.sequence] - shares.rows
+        busy, lacked = (np.bincount(owner, column, count * ranks).reshape(-1, ranks) for column in columns)
+        time = np.asarray(self.cost.of(self.rows_each[:, None], busy, lacked)).max(axis=1)
+        return shares._replace(sequence=order[shares.sequence]), time, busy.max(axis=1) > self.share + self.slack
 
-    def cut(self, shares: Shares, form: ContextOrder, some: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def cut(self, shares: Shares, form: ContextOrder, some: np.ndarray | None = None) -> RankPieces:
         """Cut each sequence for the ranks that share it, in two chunks a rank or, if their pairs are uneven, in blocks.
 
         For example, shares of 3 and 4 rows on ranks 0 and 1 make the pieces 1 2 2 2 of ranks 0 1 1 0.
@@ -260,21 +272,24 @@ class Instances:
         Args:
             form: ``blocks`` cuts all sequences, or those of some instances, in blocks.
         """
-        by_sequence = np.argsort(shares.sequence, kind="stable")
+        by_sequence = ragged.argsort_small(shares.sequence)
         sequence, rank, rows = shares = Shares(*(column[by_sequence] for column in shares))
         count = np.bincount(sequence, minlength=len(self.lengths))
-        begin, place = 2 * ragged.starts(count)[sequence], ragged.within(count)
-        near = np.where(count[sequence] == 1, rows, rows // 2)
-        at = np.concatenate([begin + place, begin + 2 * count[sequence] - 1 - place])
-        size, owner, of = np.empty_like(at), np.empty_like(at), np.empty_like(at)
-        size[at], owner[at], of[at] = np.append(near, rows - near), np.tile(rank, 2), np.tile(np.arange(len(rank)), 2)
+        chunks = np.where(count > 1, 2 * count, count)
+        begin, shared = ragged.starts(chunks)[sequence], np.flatnonzero(count[sequence] > 1)
+        near = begin + ragged.within(count)
+        far = (2 * begin + chunks[sequence] - 1 - near)[shared]
+        size, owner, of = (np.empty(int(chunks.sum()), np.int64) for _ in range(3))
+        size[near], owner[near], of[near] = rows, rank, np.arange(len(rank))
+        size[near[shared]] = rows[shared] // 2
+        size[far], owner[far], of[far] = rows[shared] - rows[shared] // 2, rank[shared], shared
         start = ragged.starts(size)
-        if form == "blocks" or (form == "auto" and not self.causal):
+        if form == "blocks" or (form == "auto" and self.make_masks is not None):
             start, owner, size = self.evened(shares, start, owner, size, of, form, some)
         start, owner = start[size > 0], owner[size > 0]
-        instance = self.of_rows(start)
-        changes = np.append(True, (owner[1:] != owner[:-1]) | (instance[1:] != instance[:-1]))[: len(start)]
-        return start[changes], owner[changes]
+        begins = np.append(True, owner[1:] != owner[:-1])[: len(start)]
+        begins[np.searchsorted(start, self.first[self.totals > 0])] = True
+        return RankPieces(start[begins], owner[begins])
 
     def evened(
         self,
@@ -291,12 +306,12 @@ class Instances:
         if form == "blocks":
             uneven = np.unique(sequence if some is None else sequence[some[self.instance[sequence]]])
         else:
-            work = np.bincount(of, self.masks.pairs(np.append(start, self.masks.total)), len(rank))
+            work = np.bincount(of, self.masks.pairs(np.append(start, self.total)), len(rank))
             even = rows * (self.pairs / np.maximum(self.lengths, 1))[sequence]
             uneven = np.unique(sequence[np.abs(work - even) > self.slack[self.instance[sequence]]])
         if not len(uneven):
             return start, owner, size
-        of_piece, of_uneven = self.of_rows(start), self.instance[uneven]
+        of_piece, of_uneven, bounds = self.of_rows(start), self.instance[uneven], ragged.starts(self.lengths)
         chosen = np.unique(of_uneven)
         kept = ~np.isin(of_piece, chosen)
         parts = [(start[kept], owner[kept])]
@@ -304,12 +319,12 @@ class Instances:
         columns = (of_piece, self.instance[sequence], of_uneven)
         ends = zip(*(np.searchsorted(c, [chosen, chosen + 1]).T.tolist() for c in columns), strict=True)
         for i, slices in zip(chosen.tolist(), ends, strict=True):
-            first, end = int(self.first[i]), int(self.first[i] + self.totals[i])
-            of_pieces, of_shares, cut_ones = (slice(*bounds) for bounds in slices)
+            first = int(self.first[i])
+            of_pieces, of_shares, cut_ones = (slice(*limits) for limits in slices)
             some_rows = size[of_pieces] > 0
             cut = with_blocks(
-                self.masks.part(first, end),
-                (self.bounds[:-1] - first, self.lengths),
+                self.masks.part(self.first[i : i + 1], self.totals[i : i + 1]),
+                (bounds - first, self.lengths),
                 (sequence[of_shares], rank[of_shares], rows[of_shares]),
                 (start[of_pieces][some_rows] - first, owner[of_pieces][some_rows]),
                 uneven[cut_ones],
@@ -320,48 +335,72 @@ class Instances:
         start, owner = (np.concatenate(column) for column in zip(*parts, strict=True))
         order = np.argsort(start, kind="stable")
         start = start[order]
-        return start, owner[order], np.diff(np.append(start, self.masks.total))
+        return start, owner[order], np.diff(np.append(start, self.total))
+
+
+def _descending(instance: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """Sort by instance, then by falling pairs in :data:`STEPS` of their square roots."""
+    order = np.argsort((STEPS - STEPS * np.sqrt(pairs / pairs.max(initial=1.0))).astype(np.uint16), kind="stable")
+    return order[ragged.argsort_small(instance[order])]
 
 
 def _rounds(
-    instance: np.ndarray,
-    rows: np.ndarray,
-    pairs: np.ndarray,
-    load: np.ndarray,
-    room: np.ndarray,
-    limit: np.ndarray,
+    instance: np.ndarray, rows: np.ndarray, pairs: np.ndarray, load: np.ndarray, room: np.ndarray, share: np.ndarray
 ) -> np.ndarray:
-    """Return the rank of each item of each instance, -1 if it does not fit, dealt in rounds: most pairs first to the
-    least loaded rank.
+    """Deal parts of sequences in rounds; return the rank of each, or -1 if it had no room.
 
-    Each rank gets 1, 1, 2, 4, ... items in a round, forth and back.
+    A round deals a part to each rank, the first to the rank that would have least pairs if the rows that are left were
+    spread over the free rows. If there are many parts, a round deals to half of the ranks, and later ones several parts
+    to each, forth and back.
 
     Args:
-        instance, rows, pairs: of each item.
+        instance, rows, pairs: columns of the parts; instances ascend.
         load, room: pairs and free rows of each rank, ``[instances, ranks]``; changed.
-        limit: most pairs of a rank of each instance.
+        share: pairs of a rank of each instance if ranks are even.
     """
-    order = np.argsort(-pairs, kind="stable")
-    order = order[ragged.argsort_small(instance[order])]
-    ranks, counts = room.shape[1], np.bincount(instance, minlength=len(room))
+    ranks, counts, no_part = room.shape[1], np.bincount(instance, minlength=len(room)), len(instance)
     begins, most = ragged.starts(counts)[:, None, None], int(counts.max(initial=0))
-    rows, pairs = np.append(rows[order], 0), np.append(pairs[order], 0.0)
-    rank, no_item = np.full(len(rows), -1), len(order)
-    line, done, times = np.arange(len(room))[:, None], 0, max(1, most // (MANY * ranks))
+    rows, pairs, rank = np.append(rows, 0), np.append(pairs, 0.0), np.full(no_part + 1, -1)
+    width = max(1, ranks // 2) if most >= MANY * ranks else ranks
+    line, done, times = np.arange(len(room))[:, None], 0, 1
     while done < most:
-        number = done + np.arange(times * ranks).reshape(times, ranks)
+        number = done + np.arange(times * width).reshape(times, width)
         number[1::2] = number[1::2, ::-1]
-        items = np.where(number < counts[:, None, None], begins + number, no_item)
-        to = np.argsort(load, axis=1, kind="stable")
-        rooms, loads = room[line, to], load[line, to]
-        some_rows, some_pairs = rows[items], pairs[items]
+        parts = np.where(number < counts[:, None, None], begins + number, no_part)
+        density = (ranks * share - load.sum(axis=1)) / np.maximum(room.sum(axis=1), 1)
+        to = np.argsort(load + room * density[:, None], axis=1, kind="stable")[:, :width]
+        rooms, some_rows = room[line, to], rows[parts]
         fits = np.cumsum(some_rows, axis=1) <= rooms[:, None]
-        fits &= np.cumsum(some_pairs, axis=1) <= (limit[:, None] - loads)[:, None]
-        rank[items] = np.where(fits, to[:, None], -1)
-        load[line, to] = loads + (some_pairs * fits).sum(axis=1)
+        rank[parts] = np.where(fits, to[:, None], -1)
+        load[line, to] += (pairs[parts] * fits).sum(axis=1)
         room[line, to] = rooms - (some_rows * fits).sum(axis=1)
-        done += times * ranks
-        times *= 1 if done == ranks else 2  # a second round of one each
-    of_item = np.empty(no_item, np.int64)
-    of_item[order] = rank[:-1]
-    return of_item
+        done += times * width
+        if done > ranks:
+            times = min(2 * times, max(1, most // (MANY * width)))
+    return rank[:-1]
+
+
+def _fill(rows: np.ndarray, room: np.ndarray, excess: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Fill the ranks of each instance with parts end to end, first the ranks with the least excess.
+
+    Args:
+        rows: rows of each part, by instance.
+        room, excess: free rows of each rank, and pairs beyond the mean for each of them, ``[instances, ranks]``.
+
+    Returns:
+        Number of the part, rank, and rows of each share.
+    """
+    by_excess = np.argsort(excess, axis=1, kind="stable")
+    rooms, parts = ragged.offsets(np.take_along_axis(room, by_excess, 1).ravel()), ragged.offsets(rows)
+    edges = np.concatenate([rooms, parts])
+    order = np.argsort(edges, kind="stable")
+    size, part = np.diff(edges[order]), np.cumsum(order >= len(rooms))[:-1] - 1
+    place, some = np.arange(len(part)) - part - 1, size > 0
+    return part[some], by_excess.ravel()[place[some]], size[some]
+
+
+def _by_row(one: RankPieces, of_one: np.ndarray, other: RankPieces, of_other: np.ndarray) -> RankPieces:
+    """Join some pieces of two orders."""
+    start, rank = (np.concatenate([a[of_one], b[of_other]]) for a, b in zip(one, other, strict=True))
+    order = np.argsort(start, kind="stable")
+    return RankPieces(start[order], rank[order])

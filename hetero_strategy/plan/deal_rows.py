@@ -16,8 +16,9 @@ All instances of a step are dealt at once, in arrays. Only sequences in blocks a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from hetero_strategy.layout.row_sharding import RowOrder
 from hetero_strategy.layout.spec import ContextOrder
 from hetero_strategy.mask import Slices
 from hetero_strategy.plan.deal_instances import Instances
+from hetero_strategy.plan.deal_instances import RankPieces as RankPieces
 from hetero_strategy.plan.deal_instances import RowCost as RowCost
 from hetero_strategy.plan.masks import ALIGNMENT, CAUSAL, AttentionRules, Masks
 from hetero_strategy.plan.step_plan import Assignment, StepMetadata
@@ -40,15 +42,6 @@ class RankWork(NamedTuple):
     """Squares of an instance all of whose ranks have as many pairs: twice its pairs less its rows."""
     keys: Float64[np.ndarray, "microbatches instances ranks"]
     """Keys that the rank's rows see and that it receives from other ranks, in the mean of attentions."""
-
-
-class RankPieces(NamedTuple):
-    """Runs of rows that fill instances."""
-
-    start: Int64[np.ndarray, "pieces"]
-    """First row of each piece, ascending."""
-    rank: Int64[np.ndarray, "pieces"]
-    """Context-parallel rank that has the piece."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,10 @@ class Dealing:
 
     def orders(self, metadata: StepMetadata, assignments: Sequence[Assignment]) -> list[RowOrder]:
         """Return the order of the rows of all instances in each microbatch."""
-        return self.split(*self._sequences(metadata, assignments), len(assignments))
+        lengths, count, masks = self._sequences(metadata, assignments)
+        if all((np.diff(a.offsets) <= 1).all() for a in assignments):  # alignment rows are dealt with the only sample
+            lengths, count = np.diff(ragged.offsets(lengths)[ragged.offsets(count)]), np.ones_like(count)
+        return self.split(lengths, count, masks, len(assignments))
 
     def work(self, metadata: StepMetadata, assignments: Sequence[Assignment]) -> RankWork:
         """Return the work of all ranks in each microbatch, whose assignments have an order."""
@@ -83,21 +79,21 @@ class Dealing:
         )
         instance = instances.of_rows(start)
         rank = (place - instances.first[instance]) // (totals // self.ranks)[instance]
-        pairs, keys = instances.pairs_and_keys(start, rank)
+        pairs, keys = instances.pairs_and_keys(RankPieces(start, rank))
         shape = len(orders), -1, self.ranks
         squares = 2.0 * self.ranks * pairs - totals[:, None]
         return RankWork(squares.reshape(shape), keys.reshape(shape))
 
-    def _instances(self, lengths: np.ndarray, count: np.ndarray, masks: Masks) -> Instances:
+    def _instances(self, lengths: np.ndarray, count: np.ndarray, masks: Callable[[], Masks] | None) -> Instances:
         instance = np.repeat(np.arange(len(count)), count)
         totals = np.bincount(instance, lengths, len(count)).astype(np.int64)
-        return Instances(lengths, instance, totals, masks, self.ranks, self.cost)
+        return Instances(lengths, instance, totals, self.ranks, self.cost, masks)
 
     def _sequences(
         self, metadata: StepMetadata, assignments: Sequence[Assignment]
-    ) -> tuple[np.ndarray, np.ndarray, Masks]:
+    ) -> tuple[np.ndarray, np.ndarray, Callable[[], Masks] | None]:
         """Return the rows of all sequences, those of alignment rows included, their number in each instance of each
-        microbatch, and their masks.
+        microbatch, and what makes their masks, None if they are causal.
         """
         padding = np.concatenate([a.padding for a in assignments])
         sizes = np.concatenate([np.diff(a.offsets) for a in assignments])
@@ -107,24 +103,24 @@ class Dealing:
         samples[places] = np.concatenate([a.units for a in assignments])
         lengths[places] = np.concatenate([a.inner_rows for a in assignments])
         lengths[(np.cumsum(count) - 1)[padding > 0]] = padding[padding > 0]
-        return lengths, count, self.attention.masks(metadata, samples, lengths)
+        masks = None if self.attention.causal else partial(self.attention.masks, metadata, samples, lengths)
+        return lengths, count, masks
 
-    def split(self, lengths: np.ndarray, count: np.ndarray, masks: Masks, parts: int) -> list[RowOrder]:
-        """Deal instances with ``count`` sequences each, and return the order of each of ``parts`` equal groups."""
-        instances = self._instances(lengths, count, masks)
-        start, rank = instances.dealt(self.order)
-        totals, first = instances.totals, instances.first
-        instance = instances.of_rows(start)
-        pieces = np.bincount(instance, minlength=len(count))
-        order = RowOrder.of(totals, pieces, start - first[instance], rank)
-        groups = np.arange(parts + 1) * (len(count) // parts)
-        ends = ragged.offsets(pieces)[groups]
-        rows, orders = ragged.offsets(totals)[groups], list[RowOrder]()
-        for m in range(parts):
-            of_group, own = slice(groups[m], groups[m + 1]), slice(ends[m], ends[m + 1])
-            orders.append(
-                RowOrder(order.first[of_group] - rows[m], order.start[own] - rows[m], order.place[own] - rows[m])
-            )
+    def split(
+        self, lengths: np.ndarray, count: np.ndarray, masks: Callable[[], Masks] | None, parts: int
+    ) -> list[RowOrder]:
+        """Deal instances with ``count`` sequences each, and return the order of each of ``parts`` equal groups; masks
+        as in :class:`Instances`.
+        """
+        dealt = self._instances(lengths, count, masks)
+        start, rank = dealt.dealt(self.order)
+        ends = np.searchsorted(start, ragged.offsets(dealt.totals))
+        pieces, first = np.diff(ends), dealt.first
+        order = RowOrder.of(dealt.totals, pieces, start - np.repeat(first, pieces), rank)
+        orders, instances = list[RowOrder](), len(count) // parts
+        for of_group in (slice(m * instances, (m + 1) * instances) for m in range(parts)):
+            own, ahead = slice(ends[of_group.start], ends[of_group.stop]), first[of_group][:1]
+            orders.append(RowOrder(order.first[of_group] - ahead, order.start[own] - ahead, order.place[own] - ahead))
         return orders
 
 
@@ -144,7 +140,8 @@ def deal_rows(
         order: ``zigzag``: two chunks a rank, one from either end; ``blocks``: blocks of equal pairs, without regard to
             sequences; ``auto``: whole sequences first, or one of the other two if the busiest rank takes less time.
     """
-    return RankPieces(*_alone(lengths, mask, ranks, cost).dealt(order))
+    causal = len(mask.row) == np.count_nonzero(lengths) and bool(mask.high.all()) and not mask.low.any()
+    return _alone(lengths, None if causal else mask, ranks, cost).dealt(order)
 
 
 def pairs_and_keys(
@@ -152,11 +149,11 @@ def pairs_and_keys(
 ) -> tuple[Float64[np.ndarray, "ranks"], Float64[np.ndarray, "ranks"]]:
     """Count the pairs of each rank's rows, and the keys that these see and the rank lacks."""
     one = _alone(np.array([mask.total]), mask, ranks, RowCost())
-    pairs, keys = one.pairs_and_keys(*pieces)
+    pairs, keys = one.pairs_and_keys(pieces)
     return pairs[0], keys[0]
 
 
-def _alone(lengths: np.ndarray, mask: Slices, ranks: int, cost: RowCost) -> Instances:
-    """Return one instance."""
-    total = np.array([int(lengths.sum())])
-    return Instances(lengths, np.zeros(len(lengths), np.int64), total, Masks((mask,)), ranks, cost)
+def _alone(lengths: np.ndarray, mask: Slices | None, ranks: int, cost: RowCost) -> Instances:
+    """Return one instance; None: a causal mask."""
+    masks = None if mask is None else lambda: Masks((mask,))
+    return Instances(lengths, np.zeros(len(lengths), np.int64), np.array([int(lengths.sum())]), ranks, cost, masks)

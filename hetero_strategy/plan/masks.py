@@ -48,14 +48,26 @@ class Masks:
             seen += share * np.bincount(of, end - start, minlength=owners)
         return seen
 
-    def part(self, first: int, end: int) -> Masks:
-        """Return the masks of whole sequences, from row ``first`` to ``end``."""
-        parts = []
+    def part(self, first: Int64[np.ndarray, "runs"], rows: Int64[np.ndarray, "runs"]) -> Masks:
+        """Return the masks of some runs of whole sequences, which then lie end to end.
+
+        Args:
+            first, rows: first row and number of rows of each run, ascending.
+        """
+        parts, starts = [], ragged.starts(rows)
         for mask in self.masks:
-            some = slice(*np.searchsorted(mask.row, (first, end)).tolist())
-            columns = (mask.row[some] - first, mask.rows[some], mask.key[some] - first, mask.keys[some])
-            parts.append(Slices(*columns, mask.low[some], mask.high[some], end - first))
+            run = np.maximum(np.searchsorted(first, mask.row, "right") - 1, 0)
+            kept = np.flatnonzero((mask.row >= first[run]) & (mask.row < (first + rows)[run]))
+            columns = (column[kept] for column in (mask.row, mask.rows, mask.key, mask.keys, mask.low, mask.high))
+            row, count, key, keys, low, high = columns
+            ahead = (first - starts)[run[kept]]
+            parts.append(Slices(row - ahead, count, key - ahead, keys, low, high, int(rows.sum())))
         return Masks(tuple(parts), self.shares)
+
+
+def causal_masks(lengths: Int64[np.ndarray, "sequences"]) -> Masks:
+    """Return the mask of sequences whose rows see all earlier ones."""
+    return Masks((Causal().slices(lengths, Spans.none()),))
 
 
 def item_runs(metadata: StepMetadata, module: str, samples: Int64[np.ndarray, "sequences"]) -> UnitRuns:
@@ -135,6 +147,11 @@ class AttentionRules:
     rules: tuple[MaskRule, ...]
     shares: tuple[float, ...]
     sources: tuple[str, ...]
+
+    @property
+    def causal(self) -> bool:
+        """Return whether each row sees all rows before it."""
+        return all(rule == Causal() for rule in self.rules)
 
     def masks(
         self,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hetero_strategy.layout.row_sharding import RowOrder
 from hetero_strategy.mask import BidirectionalItems, Causal, Full, ItemsAlone, MaskRule, Slices, Spans
 from hetero_strategy.plan.deal_rows import Dealing, RankPieces, RowCost, deal_rows, pairs_and_keys
-from hetero_strategy.plan.masks import AttentionRules, Masks
+from hetero_strategy.plan.masks import AttentionRules
 from hetero_strategy.plan.plan_step import ResolvedBalance, plan_step
 from hetero_strategy.testing.plans import batch
 
@@ -130,8 +130,7 @@ def test_packed_documents_are_even_and_few_of_their_keys_travel() -> None:
 def orders(lengths: list[list[int]], order: Any = "auto", parts: int = 1) -> list[RowOrder]:
     """Deal instances with sequences of these lengths, causal, to two ranks each."""
     ends = np.array([n for each in lengths for n in each], np.int64)
-    masks = Masks((Causal().slices(ends, Spans.none()),))
-    return Dealing(2, order).split(ends, np.array([len(each) for each in lengths]), masks, parts)
+    return Dealing(2, order).split(ends, np.array([len(each) for each in lengths]), None, parts)
 
 
 @pytest.mark.parametrize("order", ["auto", "zigzag"])
