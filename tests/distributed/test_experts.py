@@ -192,7 +192,6 @@ SCHEDULED: dict[str, Case] = {
     "again but matmuls": ("1f1b", {"ep": 2}, {"transforms": {"llm": {"recompute": "all but matmuls"}}}),
     "offloaded": ("1f1b", {"ep": 2}, {"transforms": {"llm": {"offload": "all"}}}),
     "compiled": ("1f1b", {"ep": 4}, {"transforms": {"llm": {"compile": "aot_eager"}}}),
-    "compiled, again": ("1f1b", {"ep": 2}, {"transforms": {"llm": {"compile": "aot_eager", "recompute": "all"}}}),
 }
 PLACED: dict[str, Case] = {
     "ep 2": ("1f1b", {"ep": 2}, {}),
@@ -227,8 +226,10 @@ BALANCED: dict[str, Case] = {
         "cp 2, ep 4": ("1f1b", {"cp": 2, "ep": 4}, {}),
         "frozen": ("1f1b", {"ep": 4}, {"freeze": ("llm",)}),
         "frozen router": ("1f1b", {"ep": 2}, {"freeze": ("llm.router",)}),
+        "compiled, again": ("1f1b", {"ep": 2}, {"transforms": {"llm": {"compile": "aot_eager", "recompute": "all"}}}),
+        **{name: SCHEDULED[name] for name in ("zb_h1, tp", "whole again", "again but matmuls", "offloaded")},
     }.items()
-} | {f"{name}, balanced": (*case[:2], {**case[2], "lm": "balanced"}) for name, case in SCHEDULED.items()}
+}
 """Name -> schedule, degrees of the language model on four ranks, and more options of the setting."""
 
 

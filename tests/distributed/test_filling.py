@@ -57,28 +57,18 @@ CHOSEN = {
 PAIRS = [(placement, *pair) for placement, pairs in CHOSEN.items() for pair in pairs]
 """A schedule of virtual stages gives them to all pipelines, and what has them does not fill."""
 FILLS = ("fine", "decoupled")
-FAMILIES = (("gpipe", "1f1b"), ("interleaved_1f1b",), ("zb_h1",), ("zbv",))
-"""Schedules by how they order a pipeline: every placement has one of each, with fills and microbatches in turns."""
-
-
-def fits(placement: str, schedule: str) -> bool:
-    return placement != "an encoder that is a pipeline, in pieces" or schedule not in ("interleaved_1f1b", "zbv")
-
-
-def others() -> dict[tuple[str, str], tuple[str, int]]:
-    """Placement, schedule -> one more fill and number of microbatches, both in turns."""
-    found: dict[tuple[str, str], tuple[str, int]] = {}
-    for i, placement in enumerate(PLACEMENTS):
-        for j, family in enumerate(FAMILIES):
-            schedule = family[i % len(family)]
-            turns = (FILLS[(i // 2 + j + k) % len(FILLS)] for k in range(len(FILLS)))
-            new = [f for f in turns if fits(placement, schedule) and (schedule, f) not in CHOSEN[placement]]
-            if new:
-                found[placement, schedule] = new[0], COUNTS[(i + j) % 2]
-    return found
-
-
-OTHERS = others()
+OTHERS: dict[str, tuple[tuple[str, str, int], ...]] = {
+    "an encoder on each stage": (("interleaved_1f1b", "decoupled", 4), ("zbv", "fine", 9)),
+    "encoders of two ranks over pp4": (("zb_h1", "decoupled", 9), ("interleaved_1f1b", "fine", 4)),
+    "an encoder with tensor parallelism in pieces, and one without": (("gpipe", "decoupled", 9), ("zbv", "fine", 4)),
+    "an encoder that is a pipeline, in pieces": (("gpipe", "fine", 4), ("zb_h1", "decoupled", 9)),
+    "two encoders, one in pieces, one replicated": (("zbv", "decoupled", 9), ("1f1b", "fine", 4)),
+    "frozen": (("gpipe", "fine", 9), ("interleaved_1f1b", "decoupled", 4)),
+    "with a generator, beyond the pipeline": (("zb_h1", "fine", 9), ("zbv", "decoupled", 4)),
+    "a generator on each stage": (("interleaved_1f1b", "decoupled", 9), ("gpipe", "fine", 4)),
+    "an encoder and a generator of two ranks on pp2 dp2": (("1f1b", "decoupled", 9), ("interleaved_1f1b", "fine", 4)),
+}
+"""Schedule, fill and microbatches: with the chosen ones each placement and each schedule has both fills."""
 
 
 def check_placement(
@@ -120,16 +110,13 @@ def test_gradients_are_those_of_one_process(pool: Pool, folders: dict[bool, str]
 
 
 def test_every_fill_is_in_every_placement_and_every_schedule() -> None:
-    met = {*PAIRS, *((*key, fill) for key, (fill, _) in OTHERS.items())}
-    assert {(p, f) for p, _, f in met} == {(p, f) for p in PLACEMENTS for f in FILLS}
-    assert {(s, f) for _, s, f in met} == {(s, f) for s in SCHEDULES for f in FILLS}
-    for placement in PLACEMENTS:
-        schedules = {s for p, s, _ in met if p == placement}
-        assert all(schedules & {*family} for family in FAMILIES if fits(placement, family[0])), placement
+    others = [(placement, *way[:2]) for placement, ways in OTHERS.items() for way in ways]
+    assert not {*PAIRS} & {*others}
+    assert {(p, f) for p, _, f in PAIRS + others} == {(p, f) for p in PLACEMENTS for f in FILLS}
+    assert {(s, f) for _, s, f in PAIRS + others} == {(s, f) for s in SCHEDULES for f in FILLS}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_other_schedule_in_every_placement(pool: Pool, folders: dict[bool, str], placement: str) -> None:
-    others = {schedule: one for (where, schedule), one in OTHERS.items() if where == placement}
-    check_placement(pool, folders, placement, [(s, fill, (count,), 0) for s, (fill, count) in others.items()])
+def test_other_schedules_in_every_placement(pool: Pool, folders: dict[bool, str], placement: str) -> None:
+    check_placement(pool, folders, placement, [(s, fill, (count,), 0) for s, fill, count in OTHERS[placement]])
