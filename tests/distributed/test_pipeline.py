@@ -91,15 +91,15 @@ def test_the_chosen_pairs_are_of_every_layout_and_schedule() -> None:
 
 
 OTHERS = {
-    "vision, then llm pp2": ("interleaved_1f1b", "zb_h1"),
-    "vision pp2 beside audio, then llm pp3": ("interleaved_1f1b", "zbv", "InterleavedZeroBubble"),
-    "encoders on the llm's stages": ("1f1b", "interleaved_1f1b"),
-    "mixed": ("zb_h1", "zbv"),
+    "vision, then llm pp2": ("interleaved_1f1b",),
+    "vision pp2 beside audio, then llm pp3": ("zbv", "InterleavedZeroBubble"),
+    "encoders on the llm's stages": ("interleaved_1f1b",),
+    "mixed": ("zb_h1",),
     "llm tp2 pp2 dp2, vision dp3": ("gpipe", "zbv"),
     "one pipeline through all, dp2": ("interleaved_1f1b", "zb_h1", "ZBVZeroBubble"),
-    "generator on its own rank": ("interleaved_1f1b", "zbv", "Interleaved1F1B"),
-    "generator on a stage of the llm": ("zb_h1", "zbv"),
-    "generator pp2 around the llm": ("interleaved_1f1b", "zb_h1"),
+    "generator on its own rank": ("Interleaved1F1B",),
+    "generator on a stage of the llm": ("zb_h1",),
+    "generator pp2 around the llm": ("interleaved_1f1b",),
 }
 """With the chosen ones every schedule has sharded layouts; that of tensor parallel stages lacks two, which "replicated
 rows between stages" in test_pipeline_options has."""
