@@ -24,7 +24,7 @@ train: $(INSTALLED)  ## train; hydra overrides in ARGS
 test: lint  ## lint, type check and the tests of minutes; pytest options in ARGS
 	$(VENV)/bin/python -m pytest $(SPREAD) -m "not full and not perf" $(ARGS)
 
-test-all: lint  ## the same and all other tests: every placement with every schedule
+test-all: lint  ## the same and all other tests: more placements, schedules and transforms
 	$(VENV)/bin/python -m pytest $(SPREAD) -m "not perf" $(ARGS)
 
 test-perf: $(INSTALLED)  ## limits on durations, for a machine that has nothing else to do
@@ -47,8 +47,9 @@ clean:  ## remove the environment, caches and builds (not the outputs of runs)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Python compiles what it imports; pip would compile 22,000 files.
 $(INSTALLED): pyproject.toml constraints.txt | $(VENV)/bin/pip
-	$(VENV)/bin/pip install $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	$(VENV)/bin/pip install $(PIP_ARGS) --no-compile --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 # PYTHON=... chooses the interpreter; otherwise the first that is new enough.
