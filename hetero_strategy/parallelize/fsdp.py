@@ -248,6 +248,12 @@ def _reduce(stage: nn.Module, group: Any, reached: Reached) -> None:
         type(group).post_backward(group)
 
 
+def begin_backward(module: nn.Module) -> None:
+    """Let all units of a module gather their weights, as if gradients of their outputs had come."""
+    for part in _parts(module):
+        part._get_fsdp_state()._pre_backward(None)
+
+
 def finish(stage: nn.Module) -> None:
     """Wait, on the device, for the sums that :func:`reduce` started, or end a backward in which no FSDP hook ran."""
     _root_state(stage)._root_post_backward_final_callback()

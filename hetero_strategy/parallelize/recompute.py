@@ -23,6 +23,7 @@ from hetero_strategy.errors import Count
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.attention import VARLEN
 from hetero_strategy.model.experts import kept_routes
+from hetero_strategy.parallelize.fsdp import begin_backward
 from hetero_strategy.parallelize.transform import Site, Transform
 
 _ATEN = torch.ops.aten
@@ -162,17 +163,25 @@ def _all_but_matmuls(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(block, *args, **kwargs)
     contexts = partial(create_selective_checkpoint_contexts, MATMULS)
     if vars(block)["_hetero_keeps_routes"]:
-        contexts = partial(_with_routes, contexts)
+        contexts = partial(_with_routes, block, contexts)
     return checkpoint(forward, block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _with_routes(contexts: Callable[[], Any]) -> tuple[Any, ...]:
+def _with_routes(block: nn.Module, contexts: Callable[[], Any]) -> tuple[Any, ...]:
     """Return contexts of a forward and of its recompute in which routes of experts are kept, too."""
-    return tuple(_both(*pair) for pair in zip(kept_routes(), contexts(), strict=True))
+    forward, again = zip(kept_routes(), contexts(), strict=True)
+    return _both(None, *forward), _both(block, *again)
 
 
 @contextmanager
-def _both(first: Any, second: Any) -> Iterator[None]:
+def _both(again: nn.Module | None, first: Any, second: Any) -> Iterator[None]:
+    """Enter two contexts, those of a recompute once the backward of all of a block's parts has begun.
+
+    Else FSDP would take a part for the root of a forward, whose operators were not in the first one, which fails: the
+    gradients of shared experts may begin a recompute before there are gradients of routed experts.
+    """
+    if again is not None:
+        begin_backward(again)
     with first, second:
         yield
 

@@ -207,6 +207,7 @@ CHANGED: dict[str, Case] = {
     "all frozen": ("1f1b", {"ep": 4}, {"freeze": ("llm",)}),
     "frozen router": ("1f1b", {"ep": 4}, {"freeze": ("llm.router",)}),
     "frozen experts": ("1f1b", {"ep": 4}, {"freeze": STACKS}),
+    "shared": ("1f1b", {"ep": 2}, {"lm": "shared experts", "transforms": {"llm": {"recompute": "all but matmuls"}}}),
     "all to one, tp": ("1f1b", {"tp": 2, "ep": 4}, {"lm": "all to one expert"}),
     "fp32": ("1f1b", {"ep": 4}, {"precision": "32-true"}),
     "all to one, fp32": ("1f1b", {"ep": 4}, {"lm": "all to one expert", "precision": "32-true"}),
