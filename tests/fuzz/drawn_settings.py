@@ -30,7 +30,7 @@ PARTS = {
     "hf": ("model.model.embed_tokens", "model.lm_head", "model.model.layers.0", "model.model.norm"),
 }
 """What may be frozen of a module, or of a kind of language model."""
-MIXTURES = ("mixture", "shared experts", "experts with biases")
+MIXTURES = ("mixture", "shared experts", "experts with biases", "balanced")
 FLOAT8 = "rowwise_with_gw_hp, emulated"
 """Whose rounding does not depend on the microbatch, nor, without tensor parallelism, on the layout."""
 RECOMPUTES = {"all": 3, "every 2": 1, "all but matmuls": 2, "whole": 1}
@@ -129,7 +129,8 @@ class _Drawing:
     def spread(self, setting: Setting) -> Setting:
         """The same with dropout or a balance, and rows of encoders' microbatches."""
         dropout = self.dropout(setting) if self.single else {}
-        balance = self.balance(setting.modules) if not dropout and self.often(0.6) else None
+        in_order = dropout or setting.lm == "balanced"  # in microbatches of one process
+        balance = self.balance(setting.modules) if not in_order and self.often(0.6) else None
         by_budget = bool(balance and "llm" in balance.get("budget", {}) and self.often(0.6))
         tokens = {
             name: self.one_of({"equal": 3, 4: 1, 8: 1, 20: 1, 100: 1, 1000: 2})

@@ -91,8 +91,8 @@ def run(
 
     try:
         with _one_at_a_time:
-            count = setting.microbatches if setting.dropout else 1
-            assert count is not None, "dropout depends on microbatches, so their number must be given"
+            count = setting.microbatches if setting.dropout or setting.lm == "balanced" else 1
+            assert count is not None, "dropout and balance depend on microbatches, so their number must be given"
             wanted = [reference(setting, count, step=step) for step in range(len(setting.batches))]
         ranks = pool.run(setting.world, batches, setting, wanted, damage, held_up, timeout=timeout)
     except HeteroError as refusal:
