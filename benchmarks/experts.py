@@ -8,9 +8,9 @@ microbatch.
 A layer in one process, forward and backward: ours, transformers' own forwards of the same experts, and a dense layer of
 equal active FLOPs.
 
-Simulated: plans for a mixture with a vision tower and for its language model alone, on as many H100s. Sizes of language
-models are those of their configs, but for the width of Qwen3's heads (64, not 128); the tower has the sizes of
-Qwen3-VL's, and MoonViT's are the same but for its output.
+Simulated: plans for a mixture with a vision tower and for its language model alone, on as many H100s. Sizes are those
+of the config.json of Qwen/Qwen3-VL-30B-A3B-Instruct and moonshotai/Kimi-K2.5 at Hugging Face. Both towers are
+Qwen3-VL's but for their output: MoonViT has its width, layers and heads, and patches of 14 pixels.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ EXPERTS, WORLD = 8, 4
 LARGE: dict[str, tuple[int, dict[str, Any]]] = {
     "Qwen3-VL-30B-A3B": (64, {
         "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768, "intermediate_size": 6144,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144,
     }),
     "Kimi K2.5": (512, {
         "model_type": "deepseek_v3", "vocab_size": 163840, "hidden_size": 7168, "num_hidden_layers": 61,

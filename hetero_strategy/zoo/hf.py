@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,7 @@ def make_config(
     else:
         # A transformers config accepts any keyword as an attribute; a misspelt one must raise an error.
         known = set(inspect.get_annotations(config_class)) | set(getattr(config_class, "attribute_map", {}))
+        known |= {"head_dim"} if "head_dim" in fields and _reads_head_dim(config_class) else set()
         if unknown := set(fields) - known:
             raise ModelError(f"{who}: unknown field {sorted(unknown)}: {config_class.__name__} has {sorted(known)}")
     check_config(who, fields)
@@ -193,6 +195,12 @@ def make_config(
         return config_class(**{name: value for name, value in fields.items() if name not in OTHERS})
     except Exception as fault:  # transformers raises several kinds
         raise ModelError(f"{who}: {' '.join(str(fault).split())}") from None
+
+
+def _reads_head_dim(config_class: Any) -> bool:
+    """Return whether attention takes its width from a config that has no field for it, as in Qwen3-MoE."""
+    name = config_class.__module__.replace(".configuration_", ".modeling_")
+    return 'self.head_dim = getattr(config, "head_dim"' in inspect.getsource(import_module(name))
 
 
 def check_config(who: str, fields: Mapping[str, Any]) -> None:

@@ -231,6 +231,15 @@ def test_a_row_cannot_visit_more_experts_than_there_are() -> None:
         hf_causal_lm(model_type="mixtral", check=False, **SIZES | FAMILIES["mixtral"] | {"num_experts_per_tok": 7})
 
 
+def test_heads_may_have_a_width_that_the_config_has_no_field_for() -> None:
+    """Qwen3-30B-A3B's have twice the usual one. A family that would not read it refuses it."""
+    module = hf_causal_lm(model_type="qwen3_moe", check=False, **TINY["qwen3_moe"] | {"head_dim": 24})
+    attention: Any = module.model.model.layers[0].self_attn
+    assert attention.q_proj.out_features == 24 * module.config.num_attention_heads
+    with pytest.raises(ModelError, match=r"unknown field \['head_dim'\]: StableLmConfig"):
+        hf_causal_lm(model_type="stablelm", check=False, **TINY["stablelm"] | {"head_dim": 24})
+
+
 def test_float8_is_refused_with_experts_on_several_ranks() -> None:
     fault, *_ = Float8().faults(Whole("mixtral"), ModuleLayout(2, ep=2), {})
     assert "ep=2" in fault and "leave it out" in fault
