@@ -74,10 +74,10 @@ def on_rank(rank: int, world: int, settings: list[Setting], target: str, left_ou
     """Take the steps in each layout, the last of which continues with the biases of the one before."""
     found, add = [], StepRouting.add
 
-    def without(step: StepRouting, microbatch: int, tally: Tally) -> None:
+    def without(step: StepRouting, microbatch: int, tally: Tally, *, last: bool = True) -> None:
         if rank == 1:
             tally.likeliest.zero_()
-        add(step, microbatch, tally)
+        add(step, microbatch, tally, last=last)
 
     for given in settings:
         made, steps = OnRank(rank, world, given), Balanced([], [], None)
