@@ -228,7 +228,8 @@ BALANCED: dict[str, Case] = {
         "frozen": ("1f1b", {"ep": 4}, {"freeze": ("llm",)}),
         "frozen router": ("1f1b", {"ep": 2}, {"freeze": ("llm.router",)}),
         "compiled, again": ("1f1b", {"ep": 2}, {"transforms": {"llm": {"compile": "aot_eager", "recompute": "all"}}}),
-        **{name: SCHEDULED[name] for name in ("zb_h1, tp", "whole again", "again but matmuls", "offloaded")},
+        **{name: SCHEDULED[name] for name in ("zb_h1, tp", "interleaved", "whole again", "again but matmuls")},
+        "offloaded": SCHEDULED["offloaded"],
     }.items()
 }
 """Name -> schedule, degrees of the language model on four ranks, and more options of the setting."""

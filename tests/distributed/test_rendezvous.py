@@ -14,7 +14,7 @@ from hetero_strategy.strategy import assembly
 from hetero_strategy.testing import Pool, WorkerError
 from tests.distributed.exact import compare, expected, on, setting_of
 from tests.distributed.rendezvous import KINDS, PATIENCE, unforgiving
-from tests.distributed.stepping import Reference, Run, Setting, steps_on_rank
+from tests.distributed.stepping import Reference, Run, Setting, reference, steps_on_rank
 from tests.schedule.test_compile import ahead
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ def held_up(rank: int, world: int, setting: Setting, wanted: Reference, early: i
     """Steps with each kind of message, from the connect phase on; ``early`` starts receives so many actions ahead."""
     if early:
         start_early(early)
-    runs, counts = [], (2,) if setting.lm == "balanced" else (1, 4)  # the loss on balance is one of microbatches
+    runs, counts = [], (4,) if setting.lm == "balanced" else (1, 4)  # the loss on balance is one of microbatches
     for kind in KINDS:
         with unforgiving(kind, SOON if early else PATIENCE):
             runs.append(steps_on_rank(rank, world, setting, wanted, counts))
@@ -105,7 +105,7 @@ def test_no_step_hangs(pool: Pool, folders: dict[bool, str], layout: str, schedu
         setting = replace(setting, reshard_after_forward="always")
     if "balanced" in layout:
         setting = replace(setting, balance={"policy": "auto"})
-    wanted = expected(setting)
+    wanted = reference(setting, 4) if setting.lm == "balanced" else expected(setting)
     ranks = pool.run(setting.world, held_up, setting, wanted, 0, timeout=360)
     for runs in zip(*ranks, strict=True):
         compare(wanted, runs)
