@@ -5,8 +5,9 @@ thing is: what fits into memory, by its formula, which says which problem is sol
 
 * both modules on the same ranks, or on ranks of their own; any ranks at the end may stay idle; the encoder's ranks come
   first, or last where the language model's tensor parallelism would cross a node otherwise,
-* all degrees of tensor parallelism within nodes, all degrees of expert parallelism, pipelines of any length, instances
-  that replicate and shard in any mixture, and any number of microbatches where the problem leaves it open,
+* all degrees of tensor and context parallelism within nodes, all degrees of expert parallelism, pipelines of any
+  length, instances that replicate and shard in any mixture, and any number of microbatches where the problem leaves it
+  open,
 * all schedules with all numbers of virtual stages, and encoders that fill bubbles or not;
   ``gpipe`` only where it holds no more microbatches than the formula of memory counts,
 * parameters gathered as is the default and, where there is memory, once per step,
@@ -61,18 +62,19 @@ def all_ways(planner: Planner, microbatches: int | None) -> Iterator[Way]:
                 own = (tuple(range(first)), tuple(range(first, used)))
                 other = (tuple(range(used - first, used)), tuple(range(used - first)))
                 for ways in product(*(_degrees(planner, n, len(r)) for n, r in zip(MODULES, own, strict=True))):
-                    inside = first % cluster.ranks_per_node % ways[1].tp == 0  # tensor parallelism crosses no node
+                    inside = first % cluster.ranks_per_node % ways[1].neighbours == 0  # instances cross no node
                     yield from _settled(planner, own if inside else other, ways, count)
 
 
 def _degrees(planner: Planner, name: str, ranks: int) -> Iterator[Degrees]:
-    module = planner.evaluator.shape.modules[name]
-    for tp in module.tp:
+    module, on_node = planner.evaluator.shape.modules[name], planner.evaluator.cluster.ranks_per_node
+    for tp, cp in product(module.tp, range(1, on_node + 1) if module.keys else [1]):
         for pp in range(1, module.blocks + 1):
-            if ranks % (tp * pp) == 0 and planner.evaluator.cluster.ranks_per_node % tp == 0:
-                dp = ranks // tp // pp
+            if ranks % (tp * cp * pp) == 0 and on_node % (tp * cp) == 0:
+                dp = ranks // tp // cp // pp
                 shards = (n for n in range(1, dp + 1) if dp % n == 0)
-                yield from (Degrees(tp, pp, dp // n, n, ep=ep) for n in shards for ep in _experts(module, n, tp))
+                every = ((n, ep) for n in shards for ep in _experts(module, n * cp, tp))
+                yield from (Degrees(tp, pp, dp // n, n, cp=cp, ep=ep) for n, ep in every)
 
 
 def _experts(module: ModuleSpec, shards: int, tp: int) -> Iterator[int]:
@@ -116,8 +118,8 @@ def _settled(
             layouts = {m: way.layout(own) for (m, way), own in zip(given.items(), ranks, strict=True)}
             alike, reshard = together and ways[0] == ways[1], "never" if whole else "auto"
             base = Candidate(layouts, count, transforms=chosen, reshard_after_forward=reshard)
-            works = (estimates.work(m, w.tp, w.transforms, ep=w.ep) for m, w in given.items())
-            busy = [work.total * way.tp / way.ranks for work, way in zip(works, ways, strict=True)]
+            works = (estimates.work(m, w.tp, w.transforms, w.cp, w.ep) for m, w in given.items())
+            busy = [work.total * way.neighbours / way.ranks for work, way in zip(works, ways, strict=True)]
             least = sum(busy) if together else max(busy)
             for candidate in _scheduled(planner, base):
                 shared = "shared" if candidate.fill == "none" else "filled"

@@ -3,7 +3,8 @@
 allocation  DistTrain's models and cluster sizes (arXiv:2408.04275, table 2): milliseconds of the allocation over all
             placements, beside the paper's for one of them, and seconds of a whole plan with its simulations
 best        random small problems of 2 to 4 ranks, and others of 2 to 16: the planner's choice over the best of all
-            candidates, each of them simulated, and over the best with one layout for all modules. The search was not
+            candidates, each of them simulated, and over the best with one layout for all modules; also with experts,
+            and with sequences so long that context parallelism pays off. The search was not
             tuned on seeds 300 to 349; it was on some seeds of 40 to 239
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
@@ -110,6 +112,18 @@ def problem_with_experts(seed: int) -> tuple[Planner, int | None]:
     return problem(seed, 4 + seed % 2 * 4)
 
 
+def problem_with_long_sequences(seed: int) -> tuple[Planner, int | None]:
+    """A problem of 2 or 4 ranks and as many samples of up to some ten thousand tokens, whose keys can travel."""
+    rng = np.random.default_rng(seed)
+    shape = model((int(rng.integers(1, 3)), 128), (int(rng.integers(2, 5)), int(rng.choice(WIDTHS))), tp=(1, 2))
+    width = shape.modules["llm"].width
+    llm = replace(shape.modules["llm"], keys=2 * width // int(rng.choice([1, 4])))
+    ranks, data = int(rng.choice([2, 4])), batch(int(rng.choice([2, 4])), seed, text=int(rng.choice([4096, 16384])))
+    given = drawn(rng, ranks, (ranks,), memory=4e9)
+    costs = CostModel(replace(shape, modules={**shape.modules, "llm": llm}), given)
+    return Planner(costs, [data], balance=PLAIN), None
+
+
 def problem(seed: int, experts: int = 0) -> tuple[Planner, int | None]:
     """A random problem of 2 to 4 ranks: tensor parallelism of 1, 2 and 4, and microbatches are chosen."""
     rng = np.random.default_rng(seed)
@@ -142,10 +156,10 @@ def larger_problem(seed: int) -> tuple[Planner, int | None]:
     ), count
 
 
-def drawn(rng: np.random.Generator, ranks: int, per_node: tuple[int, ...]) -> Cluster:
+def drawn(rng: np.random.Generator, ranks: int, per_node: tuple[int, ...], memory: float | None = None) -> Cluster:
     """A random cluster of so many ranks, all on one node or so many on each."""
     options = {
-        "memory": float(rng.choice([1.2e8, 4e9])),
+        "memory": float(rng.choice([1.2e8, 4e9])) if memory is None else memory,
         "bandwidth": float(10 ** rng.uniform(8, 11)),
         "launch": float(10 ** rng.uniform(-6, -3.5)),
     }
@@ -176,6 +190,7 @@ def best(planner: Planner, microbatches: int | None) -> dict[str, float] | None:
     everything = min(mine, *least.values())
     return {
         "ranks": planner.evaluator.cluster.ranks,
+        "cp": answer.best.candidate.layouts[LANGUAGE_MODEL].cp,
         "candidates": simulated,
         "over_best": mine / everything,
         **{f"over_{kind}": mine / seconds for kind, seconds in least.items()},
@@ -197,6 +212,7 @@ def figures(tried: Sequence[dict[str, float]], refused: int) -> dict[str, Any]:
         "refused": refused,
         "ranks": int(max(r["ranks"] for r in tried)),
         "candidates": int(sum(r["candidates"] for r in tried)),
+        "context_parallel": int(sum(r["cp"] > 1 for r in tried)),
         "within_1_percent": int((over <= 1.01).sum()),
         "the_best_itself": int((over <= 1 + 1e-9).sum()),
         "worst": float(over.max()),
@@ -212,6 +228,7 @@ def figures(tried: Sequence[dict[str, float]], refused: int) -> dict[str, Any]:
     option("--problems", type=int, default=200, help="random ones of 2 to 4 ranks (default 200)"),
     option("--seed", type=int, default=0, help="of the first problem (default 0)"),
     option("--experts", type=int, default=10, help="random ones of 2 to 4 ranks with experts (default 10)"),
+    option("--long", type=int, default=10, help="random ones of 2 or 4 ranks with long sequences (default 10)"),
     option("--larger", type=int, default=40, help="random ones of 2 to 16 ranks (default 40)"),
 )
 def main(given: Options) -> Any:
@@ -236,6 +253,7 @@ def main(given: Options) -> Any:
         "best": (problem, given.problems),
         "best_of_more_ranks": (larger_problem, given.larger),
         "best_with_experts": (problem_with_experts, given.experts),
+        "best_with_long_sequences": (problem_with_long_sequences, given.long),
     }
     for name, (make, count) in small.items():
         if tried := [r for seed in range(given.seed, given.seed + count) if (r := told(seed, make)) is not None]:

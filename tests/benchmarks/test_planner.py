@@ -15,10 +15,9 @@ from hetero_strategy.planner.search import Planner
 
 @pytest.mark.full
 def test_small_problems(tmp_path: Path) -> None:
-    found = planner.main(
-        ["--sizes", "--problems", "1", "--larger", "1", "--experts", "1", "--json", str(tmp_path / "found.json")]
-    )
-    for name in ("best", "best_of_more_ranks", "best_with_experts"):
+    counts = ["--problems", "1", "--larger", "1", "--experts", "1", "--long", "1"]
+    found = planner.main(["--sizes", *counts, "--json", str(tmp_path / "found.json")])
+    for name in ("best", "best_of_more_ranks", "best_with_experts", "best_with_long_sequences"):
         assert found[name]["problems"] >= 1
         assert found[name]["within_1_percent"] == found[name]["problems"]
     assert (tmp_path / "found.json").stat().st_size > 100
