@@ -122,6 +122,7 @@ def _pair(executor: Executor, steps: Sequence[Ran], dealing: Mapping[str, Dealin
     simulation, metadata = simulations[middle], steps[middle].plan.metadata
     fitted = Fitted(steps, width, synchronous)
     filling = _filling(executor.compiler, steps[middle], fitted)
+    uneven = {name: keys_and_pairs([step.plan for step in steps], name, of) for name, of in dealing.items()}
     return MeasuredAndSimulated(
         simulation,
         from_simulation(simulation, MOST_RANKS, filling),
@@ -135,16 +136,22 @@ def _pair(executor: Executor, steps: Sequence[Ran], dealing: Mapping[str, Dealin
             stages_of(fitted.lines),
             steps[-1].plan.microbatches,
             rank_load(executor.expert_rows, layouts),
-            {name: keys_received(steps[-1].plan, name, of) for name, of in dealing.items()},
+            {name: keys for name, (keys, _) in uneven.items()},
+            {name: pairs for name, (_, pairs) in uneven.items()},
         ),
     )
 
 
-def keys_received(plan: StepPlan, module: str, dealing: Dealing) -> float:
-    """Return the keys that the busiest context-parallel rank receives for each row of its instance, in the mean."""
-    assignments = plan.assignments[module]
-    keys = dealing.work(plan.metadata, assignments).keys.max(axis=2).sum()
-    return float(keys) / max(1, sum(int(a.totals(inner=True).sum()) for a in assignments))
+def keys_and_pairs(plans: Sequence[StepPlan], module: str, dealing: Dealing) -> tuple[float, float]:
+    """Return the keys that the busiest context-parallel rank receives for each row of its instance, and the pairs of
+    the busiest rank over the mean of ranks, both in the mean of several steps.
+    """
+    works = [dealing.work(plan.metadata, plan.assignments[module]) for plan in plans]
+    rows = sum(int(a.totals(inner=True).sum()) for plan in plans for a in plan.assignments[module])
+    keys, most, mean = np.sum(
+        [(w.keys.max(axis=2).sum(), w.squares.max(axis=2).sum(), w.squares.mean(axis=2).sum()) for w in works], axis=0
+    )
+    return float(keys) / max(1, rows), float(most / mean) if mean else 1.0
 
 
 def rank_load(rows: Mapping[str, torch.Tensor], layouts: Mapping[str, ModuleLayout]) -> float:

@@ -45,7 +45,10 @@ class Measured:
     expert_load: float = 1.0
     """Rows of the rank whose experts are chosen most, over the mean: of the last step, the mean of layers."""
     keys: Mapping[str, float] = field(default_factory=dict)
-    """Module -> keys that the busiest context-parallel rank receives for each row of its instance, in the last step."""
+    """Module -> keys that the busiest context-parallel rank receives for each row of its instance; modules left
+    out: all keys of other ranks."""
+    pairs: Mapping[str, float] = field(default_factory=dict)
+    """Module -> pairs of the busiest context-parallel rank, over the mean of ranks; modules left out: 1."""
 
     def write(self, file: Path) -> None:
         """Write the measurement as JSON."""
@@ -55,6 +58,7 @@ class Measured:
             "microbatches": self.microbatches,
             "expert_load": self.expert_load,
             "keys": dict(self.keys),
+            "pairs": dict(self.pairs),
             "stages": {str(stage): dict(of) for stage, of in self.stages.items()},
         }
         file.write_text(json.dumps(data, indent=1))
@@ -70,7 +74,8 @@ class Measured:
             }
             layouts = {name: ModuleLayout.from_config(name, of) for name, of in data["layouts"].items()}
             load = float(data.get("expert_load", 1.0))  # files of earlier versions have none
-            return cls(layouts, data["recomputed"], stages, int(data["microbatches"]), load, data.get("keys", {}))
+            dealt = data.get("keys", {}), data.get("pairs", {})
+            return cls(layouts, data["recomputed"], stages, int(data["microbatches"]), load, *dealt)
         except FileNotFoundError:
             raise ConfigError(
                 f"{file} is missing: a run writes it at the end of training (TimelineMonitor), once it has made steps"
@@ -97,7 +102,7 @@ class Measured:
                 split = layout.split if module.has_blocks else (1,)
                 exchanges = np.add.reduceat(key_exchanges(module, fed[name], again), ragged.starts(np.array(split)), 1)
                 travels = [key_travel(module, layout, cluster, precision, of.tolist()) for of in exchanges.T]
-                stages = [self._without_keys(StageId(name, i), keys) for i, keys in enumerate(travels)]
+                stages = [self._on_even_ranks(StageId(name, i), keys) for i, keys in enumerate(travels)]
                 took = _of_blocks(stages, split, formula)
                 tp, heads = rank_collectives(module, layout, cluster, precision)
                 experts = expert_exchanges(module, layout, cluster, precision, self.expert_load)
@@ -109,13 +114,18 @@ class Measured:
                 }
         return seconds
 
-    def _without_keys(self, node: StageId, keys: KeyTravel | None) -> Mapping[Kind, Line]:
-        """Return a stage's seconds without those in which its keys travel, as far as attention cannot hide them."""
-        received = self.keys.get(node.module, 0.0)
-        if keys is None or not received:
-            return self.stages[node]
-        one = Line(keys.latency, keys.per_key * received / keys.groups, 0.0)
-        return {kind: _less(line, NOTHING.plus(one, keys.exchanges(kind))) for kind, line in self.stages[node].items()}
+    def _on_even_ranks(self, node: StageId, keys: KeyTravel | None) -> Mapping[Kind, Line]:
+        """Return a stage's seconds as if context-parallel ranks had equally many pairs, without the travel of the first
+        group of its keys; attention is taken to hide the other groups.
+        """
+        name, stage = node.module, self.stages[node]
+        if keys is None:
+            return stage
+        cp = self.layouts[name].cp
+        received = self.keys.get(name, (cp - 1) / cp)
+        one = Line(keys.latency * (received > 0), keys.per_key * received / keys.groups, 0.0)
+        even = {kind: line._replace(per_pair=line.per_pair / self.pairs.get(name, 1.0)) for kind, line in stage.items()}
+        return {kind: _less(line, NOTHING.plus(one, keys.exchanges(kind))) for kind, line in even.items()}
 
 
 def _of_blocks(

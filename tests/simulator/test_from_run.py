@@ -37,7 +37,9 @@ def times(shape: ModelSpec, layouts: dict[str, ModuleLayout], name: str, **optio
 def measured(
     shape: ModelSpec, layouts: dict[str, ModuleLayout], halves: bool = False, recomputed: float = 0.0
 ) -> Measured:
-    """Measure what the formula says; a context-parallel rank receives 0.75 keys for each row of its instance."""
+    """Measure what the formula says; the busiest context-parallel rank receives 0.75 keys for each row of its instance,
+    and has 1.25 times the mean of pairs.
+    """
     stages: dict[StageId, dict[Any, Line]] = {}
     for name in layouts:
         for i, stage in enumerate(times(shape, layouts, name, recomputed=recomputed)):
@@ -46,9 +48,10 @@ def measured(
             if (keys := stage.keys) is not None:
                 one = Line(keys.latency, 0.75 * keys.per_key / keys.groups, 0.0)
                 of = stages[StageId(name, i)]
-                stages[StageId(name, i)] = {kind: line.plus(one, keys.exchanges(kind)) for kind, line in of.items()}
+                busiest = {kind: line._replace(per_pair=1.25 * line.per_pair) for kind, line in of.items()}
+                stages[StageId(name, i)] = {k: line.plus(one, keys.exchanges(k)) for k, line in busiest.items()}
     resolved = {name: layout.resolved() for name, layout in layouts.items()}
-    return Measured(resolved, dict.fromkeys(layouts, recomputed), stages, keys={"llm": 0.75})
+    return Measured(resolved, dict.fromkeys(layouts, recomputed), stages, keys={"llm": 0.75}, pairs={"llm": 1.25})
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -100,13 +103,19 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert Measured.read(tmp_path / "measured.json") == given
 
 
-def test_a_file_of_an_earlier_version_has_evenly_chosen_experts_and_no_keys(tmp_path: Path) -> None:
-    given = measured(model((4, 256), (8, 512)), PIPED)
+def test_a_file_of_an_earlier_version_has_evenly_chosen_experts_and_even_ranks_that_lack_all_other_keys(
+    tmp_path: Path,
+) -> None:
+    shape = model((4, 256), (8, 512))
+    shape = replace(shape, modules={n: replace(m, keys=2 * m.width) for n, m in shape.modules.items()})
+    given = measured(shape, CONTEXT)
     replace(given, expert_load=1.5).write(file := tmp_path / "measured.json")
     content = json.loads(file.read_text())
-    assert content.pop("expert_load") == 1.5 and content.pop("keys")
+    assert content.pop("expert_load") == 1.5 and content.pop("keys") and content.pop("pairs")
     file.write_text(json.dumps(content))
-    assert Measured.read(file) == replace(given, keys={})
+    assert (old := Measured.read(file)) == replace(given, keys={}, pairs={})
+    even = replace(given, keys={"llm": 0.5}, pairs={"llm": 1.0})
+    assert old.modules(shape, CLUSTER, PRECISION) == even.modules(shape, CLUSTER, PRECISION)
 
 
 def test_what_cannot_be_used_says_why(tmp_path: Path) -> None:
