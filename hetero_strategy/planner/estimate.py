@@ -46,9 +46,10 @@ class Work:
     backward: Float64[np.ndarray, "blocks"]
     """Backward seconds of all units."""
     fixed: float
-    """Seconds that each microbatch adds, however few rows it has."""
+    """Seconds that each microbatch adds, however few rows it has; with the latency of exchanges of keys."""
     travel: float = 0.0
-    """Seconds that ranks wait for keys of other context-parallel ranks if all of these share each sequence."""
+    """Seconds that ranks wait for keys of other context-parallel ranks if all of these share each sequence, without
+    latency."""
 
     @cached_property
     def seconds(self) -> Float64[np.ndarray, "blocks"]:
@@ -123,6 +124,7 @@ class Estimates:
             lines = [[t.forward for t in stages], [t.backward for t in stages]]
             forward, backward = (np.array([n.per_row * rows + n.per_pair * squares for n in part]) for part in lines)
             fixed = sum(line.fixed for part in lines for line in part)
+            fixed += sum(t.keys.latency * (t.keys.exchanges("F") + t.keys.exchanges("B")) for t in stages if t.keys)
             self._work[key] = Work(forward, backward, fixed, _travel(stages, rows, squares, cp))
         return self._work[key]
 
@@ -147,7 +149,7 @@ class Estimates:
         shares = [self.slowest_share(module, degrees.tp, n) for n in stages]
         share = np.reshape(shares, np.shape(degrees.pp))
         uneven = np.where(np.greater(degrees.dp, 1), self.unevenness(module, degrees.dp, microbatches), 1.0)
-        total = (work.total + self._keys(module, degrees, microbatches)) / degrees.dp * uneven
+        total = (work.total + self.exposed_keys(module, degrees, microbatches)) / degrees.dp * uneven
         return total * share + microbatches * work.fixed / degrees.pp
 
     def later(self, module: str, degrees: Degrees, microbatches: Numbers) -> Numbers:
@@ -177,10 +179,10 @@ class Estimates:
         """Return the seconds that one microbatch needs through all stages, forward and backward."""
         work = self._work_of(module, degrees)
         uneven = self.unevenness(module, degrees.dp, microbatches)
-        total = work.total + self._keys(module, degrees, microbatches)
+        total = work.total + self.exposed_keys(module, degrees, microbatches)
         return total / (degrees.dp * microbatches) * uneven + work.fixed
 
-    def _keys(self, module: str, degrees: Degrees, microbatches: Numbers) -> Numbers:
+    def exposed_keys(self, module: str, degrees: Degrees, microbatches: Numbers) -> Numbers:
         """Return the seconds in which ranks wait for keys, which are fewer the more sequences an instance has at a
         time.
         """
@@ -320,7 +322,7 @@ class Estimates:
         if tp not in self.shape.modules[module].tp:
             return True
         work = self.work(module, degrees.tp, cp=degrees.cp)
-        if work.total + work.travel < self.work(module, tp).total:
+        if work.total + self.exposed_keys(module, degrees, 1) < self.work(module, tp).total:
             return True
         most = self.choices[module][-1]
         half = degrees._replace(cp=degrees.cp // 2, dp_shard=2 * degrees.dp_shard, transforms=most)
@@ -362,8 +364,9 @@ def _travel(stages: Sequence[StageTimes], rows: float, squares: float, cp: int) 
     """Return the seconds of :attr:`Work.travel`, forward and backward."""
     received = np.full((1, 1), rows * (cp - 1) / cp)
     kinds: tuple[tuple[Kind, str], ...] = (("F", "forward"), ("B", "backward"))
-    lines = ((x.keys, kind, getattr(x, name).per_pair * squares) for x in stages for kind, name in kinds)
-    return sum(float(keys.exposed(kind, received, np.full((1, 1), pairs))[0, 0]) for keys, kind, pairs in lines if keys)
+    keys = [(x, x.keys._replace(latency=0.0)) for x in stages if x.keys]
+    lines = ((of, kind, getattr(x, name).per_pair * squares) for x, of in keys for kind, name in kinds)
+    return sum(float(of.exposed(kind, received, np.full((1, 1), pairs))[0, 0]) for of, kind, pairs in lines)
 
 
 def lengths_and_squares(spec: ModelSpec, name: str, batch: StepMetadata) -> Float64[np.ndarray, "2 units"]:

@@ -11,6 +11,7 @@ from jaxtyping import Float64
 from hetero_strategy.planner.evaluate import Evaluator, Step
 from hetero_strategy.planner.step_seconds import ActionSeconds
 from hetero_strategy.schedule.action import Action
+from hetero_strategy.simulator.cost_model import rank_collectives
 from hetero_strategy.simulator.result import Collective, Filling, inside_actions, work_on_rank
 from hetero_strategy.simulator.simulate import pairs, rows_between
 
@@ -146,7 +147,8 @@ class ExposedCollectives:
 
     An action waits for what it takes longer than on links without latency and of infinite bandwidth, so collectives
     that overlap compute do not count. UNSHARD and REDUCE are such waits as a whole. A backward that gathers and reduces
-    in every microbatch waits for both in proportion to their seconds. Ranks of context parallelism wait for keys.
+    in every microbatch waits for both in proportion to their seconds, and so does an action for tensor parallelism and
+    for rows that context-parallel ranks exchange for heads. Ranks of context parallelism else wait for keys.
     """
 
     def __init__(self, evaluator: Evaluator, step: Step) -> None:
@@ -155,7 +157,11 @@ class ExposedCollectives:
         unlinked = evaluator.unlinked(placed.candidate)
         whole_weights = {node: replace(times, once=True) for node, times in placed.times.items()}
         without_keys = {node: replace(times, keys=None) for node, times in whole_weights.items()}
-        self._times, self._dealt = placed.times, work.keys()
+        self._times, self._layouts = placed.times, placed.layouts
+        self._collectives = {
+            name: rank_collectives(evaluator.shape.modules[name], layout, evaluator.cluster, evaluator.precision)
+            for name, layout in placed.layouts.items()
+        }
         self._seconds, self._with_whole_weights, self._without_keys, self._without_links = (
             ActionSeconds(plan, placed.graph, times, work)
             for times in (placed.times, whole_weights, without_keys, unlinked)
@@ -169,10 +175,13 @@ class ExposedCollectives:
         whole = self._with_whole_weights(action)
         data, reduce = seconds - whole, 0.0 if action.kind == "F" else times.reduce
         gathers = times.gather / (times.gather + reduce) if times.gather + reduce else 0.0
-        rows = self._without_keys(action)
+        rows, (tp, heads) = self._without_keys(action), self._collectives[action.node.module]
+        linked, all_rows = rows - self._without_links(action), tp.per_row + heads.per_row
+        exchanged = linked * (heads.per_row / all_rows if all_rows else 0.0)
         waits: dict[Collective, Float64[np.ndarray, "instances"]] = {
             "all-gather": gathers * data,
             "reduce-scatter": (1.0 - gathers) * data,
-            "tensor parallel": rows - self._without_links(action),
+            "tensor parallel": linked - exchanged,
         }
-        return waits | {"context parallel": whole - rows} if action.node.module in self._dealt else waits
+        context = {"context parallel": whole - rows + exchanged}
+        return waits | context if self._layouts[action.node.module].cp > 1 else waits

@@ -280,7 +280,7 @@ def _seconds(shape: ModelSpec, estimates: Estimates, candidate: Candidate, way: 
     encoders = sum(estimates.work(n, x.tp, candidate.of(n)).total for n, x in candidate.layouts.items() if n != name)
     way = way._replace(transforms=candidate.of(name), whole=candidate.reshard_after_forward == "never")
     llm = estimates.work(name, way.tp, way.transforms, way.cp, way.ep)
-    seconds = encoders + llm.total + llm.travel
+    seconds = encoders + llm.total + estimates.exposed_keys(name, way, count)
     slowest = max(encoders, seconds / way.pp) / way.dp
     fixed = count * llm.fixed + estimates.synchronized(name, way, count)
     return float(np.interp(1 / count, (0, 1), (slowest, seconds / way.dp)) + fixed)

@@ -177,7 +177,8 @@ class Cluster:
         across: links of one rank to ranks of other nodes.
         cores_per_node: processor cores that the ranks of a node share, if there may be fewer cores than ranks: a step
             then takes at least the work of a node's ranks divided by its cores; None: each rank has its own device.
-        collectives: measured links that rings of a node reach, by kind; other kinds reach ``within``.
+        collectives: measured links that rings of a node reach, by kind; other kinds reach ``within``. Exchanges of
+            equal parts reach those of an all-gather.
         processor: measured processor time of the collectives, as links, for ranks whose links are no device of their
             own.
         working: processor time for sharded parameters besides collectives; None: all of ``device.sharding``.
@@ -249,8 +250,9 @@ class Cluster:
         if ranks == 1:
             return 0.0
         near = min(ranks, max(1, self.ranks_per_node // stride))
-        own, far = (near - 1) / self.within.bandwidth, (ranks - near) / self.across.bandwidth
-        latency = self.within.latency if near == ranks else self.across.latency
+        within = self.collectives.get("all-gather", self.within)
+        own, far = (near - 1) / within.bandwidth, (ranks - near) / self.across.bandwidth
+        latency = within.latency if near == ranks else self.across.latency
         return latency + size / ranks * (own + far)
 
     def collective(

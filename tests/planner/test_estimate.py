@@ -52,6 +52,10 @@ def test_context_parallel_ranks_hold_what_shards_do_and_keep_a_part_of_the_rows_
     for whole in (False, True):
         held = [estimates.held("llm", way._replace(whole=whole)) for way in (shards, both)]
         assert held[0] == held[1] < estimates.held("llm", alone)
+    llm_work, links = estimates.work("llm", 1, cp=2), cluster(4).within
+    latency = llm_work.fixed - estimates.work("llm", 1).fixed
+    assert latency == pytest.approx(3 * llm.blocks * links.latency), "in each microbatch; once forward, twice backward"
+    assert llm_work.travel * links.bandwidth == pytest.approx(3 * llm.blocks * 1024 * batch(4).tokens.sum() / 4)
     kept = [estimates.activations("llm", way, 1) for way in (alone, both)]
     rows, made_again = (
         batch(4).tokens.sum(),

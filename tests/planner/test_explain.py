@@ -69,6 +69,8 @@ def test_keys_of_context_parallel_ranks_are_waited_for_in_forward_and_twice_in_b
     assert found["F"]["context parallel"] == pytest.approx(BLOCKS * of_block)
     assert found["B"]["context parallel"] == pytest.approx(2 * BLOCKS * of_block), "the first block's, too"
     assert not any(found[kind]["tensor parallel"] for kind in ("F", "B"))
+    found = waits(Candidate({"llm": ModuleLayout(2, cp=2, cp_form="heads")}, reshard_after_forward="never"), keys=6)
+    assert found["F"]["context parallel"] > 0 == found["F"]["tensor parallel"]
 
 
 def test_parameters_and_gradients_are_waited_for_once() -> None:
