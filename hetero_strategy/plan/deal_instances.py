@@ -42,7 +42,9 @@ GAIN = 0.05
 GROUPS = 4
 """Groups of heads, in estimates."""
 STEPS = np.iinfo(np.uint16).max
-"""Steps of size by which sequences are sorted: numpy sorts 16 bits by radix, on any CPU in the same order."""
+"""Steps of size by which sequences are sorted: numpy sorts 16 bits by radix, which is fast and stable."""
+CELLS = 1 << 18
+"""Most parts of a round of all instances, missing ones included, beyond one for each rank."""
 
 
 class RowCost(NamedTuple):
@@ -339,8 +341,11 @@ class Instances:
 
 
 def _descending(instance: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """Sort by instance, then by falling pairs in :data:`STEPS` of their square roots."""
-    order = np.argsort((STEPS - STEPS * np.sqrt(pairs / pairs.max(initial=1.0))).astype(np.uint16), kind="stable")
+    """Sort by instance, then by falling pairs in :data:`STEPS` of their square roots; instances ascend."""
+    begins = np.flatnonzero(np.diff(instance, prepend=-1))
+    most = np.repeat(np.maximum.reduceat(pairs, begins), np.diff(begins, append=len(pairs))) if len(pairs) else 1.0
+    share = pairs / np.maximum(most, 1.0)
+    order = np.argsort((STEPS - STEPS * np.sqrt(share)).astype(np.uint16), kind="stable")
     return order[ragged.argsort_small(instance[order])]
 
 
@@ -376,7 +381,7 @@ def _rounds(
         room[line, to] = rooms - (some_rows * fits).sum(axis=1)
         done += times * width
         if done > ranks:
-            times = min(2 * times, max(1, most // (MANY * width)))
+            times = min(2 * times, max(1, most // (MANY * width)), max(1, CELLS // (len(room) * width)))
     return rank[:-1]
 
 

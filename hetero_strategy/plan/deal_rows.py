@@ -39,7 +39,7 @@ class RankWork(NamedTuple):
     """The attention of each context-parallel rank of all instances, whose ranks have equally many rows."""
 
     squares: Float64[np.ndarray, "microbatches instances ranks"]
-    """Squares of an instance all of whose ranks have as many pairs: twice its pairs less its rows."""
+    """Squares that cost as much as this rank's pairs, times ranks: twice these pairs less the rows of its instance."""
     keys: Float64[np.ndarray, "microbatches instances ranks"]
     """Keys that the rank's rows see and that it receives from other ranks, in the mean of attentions."""
 
@@ -72,6 +72,7 @@ class Dealing:
         instances = self._instances(lengths, count, masks)
         totals = instances.totals
         orders = [a.order for a in assignments if a.order is not None]
+        assert len(orders) == len(assignments), "rows were not dealt"
         ahead = ragged.offsets(totals)[np.arange(len(orders)) * (len(count) // len(orders))]
         start, place = (
             np.concatenate([column + rows for column, rows in zip(columns, ahead, strict=True)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
+from hashlib import sha256
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -289,8 +290,12 @@ class Evaluator:
             )
             self._plans[key] = metadata, new_plan  # keeps the metadata alive, so that its id is its own
         plan = self._plans[key][1]
-        if dealt := {name: self._dealt(plan, name, of) for name, of in dealing.items()}:
-            plan = replace(plan, assignments={**plan.assignments, **dealt})
+        if dealing:
+            dealt_key = key, tuple((name, of.ranks, of.order, of.cost) for name, of in dealing.items())
+            if dealt_key not in self._plans:
+                dealt = {name: self._dealt(plan, name, of) for name, of in dealing.items()}
+                self._plans[dealt_key] = metadata, replace(plan, assignments={**plan.assignments, **dealt})
+            plan = self._plans[dealt_key][1]
         if plan.microbatches > microbatches:  # a run takes more, too; this plan belongs to another candidate
             raise ConfigError(
                 f"planner: with {microbatches} microbatches a step does not keep the budget of every instance; plan for"
@@ -311,7 +316,10 @@ class Evaluator:
     def _dealt(self, plan: StepPlan, module: str, dealing: Dealing) -> tuple[Assignment, ...]:
         """Return a module's assignments with the order of rows; equal ones of other plans are dealt once."""
         assignments = plan.assignments[module]
-        key = id(plan.metadata), module, content((dealing, [(a.units, a.offsets, a.padding) for a in assignments]))
+        columns = [(a.units, a.offsets, a.padding) for a in assignments]
+        digest = sha256(b"".join(column.tobytes() for each in columns for column in each)).digest()
+        sizes = tuple([len(a.padding) for a in assignments])
+        key = id(plan.metadata), module, dealing.ranks, dealing.order, dealing.cost, sizes, digest
         if key not in self._orders:
             orders = dealing.orders(plan.metadata, assignments)
             ordered = zip(assignments, orders, strict=True)

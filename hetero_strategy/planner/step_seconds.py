@@ -14,7 +14,6 @@ from hetero_strategy.plan.step_plan import StepItems, StepMetadata, StepPlan, Un
 from hetero_strategy.schedule.action import Action, Schedule, StageGraph, StageId
 from hetero_strategy.schedule.graph import sizes_of, usual
 from hetero_strategy.simulator.result import Simulation
-from hetero_strategy.simulator.simulate import ActionCosts
 from hetero_strategy.simulator.stage_times import NOTHING, StageTimes
 
 Columns = TypeVar("Columns", StepMetadata, StepItems, UnitRuns)
@@ -43,20 +42,21 @@ class ActionSeconds:
     def __call__(self, action: Action) -> np.ndarray:
         """Return the action's seconds on every instance."""
         if action not in self._known:  # asked for by the schedule, and again by its simulation
-            self._known[action] = self._seconds(action)
+            self._known[action] = self.of_ranks(action).max(axis=1)
         return self._known[action]
 
-    def _seconds(self, action: Action) -> np.ndarray:
+    def of_ranks(self, action: Action) -> Float64[np.ndarray, "instances ranks"]:
+        """Return the action's seconds on each context-parallel rank, or one column if ranks are even."""
         times = self._times[action.node]
         if action.microbatch < 0:
-            count = np.zeros(len(self._stages[action.node].grid))
+            count = np.zeros((len(self._stages[action.node].grid), 1))
             return times.seconds(action.kind, count, count)
         module, number, own = action.node.module, action.microbatch, self._stages[action.node].own
         rows, squares = self._sizes[module, number]
         if module not in self._work:
-            return times.seconds(action.kind, own(rows), own(squares))
+            return times.seconds(action.kind, own(rows)[:, None], own(squares)[:, None])
         squares, keys = (own(of[number].T).T for of in self._work[module])
-        return times.seconds(action.kind, np.broadcast_to(own(rows)[:, None], squares.shape), squares, keys).max(axis=1)
+        return times.seconds(action.kind, np.broadcast_to(own(rows)[:, None], squares.shape), squares, keys)
 
     def usual(self, action: Action) -> float:
         """Return the seconds by which orders rank the action, as in a run: gathers and sums count for nothing."""
@@ -123,12 +123,13 @@ def thinned(simulation: Simulation) -> Simulation:
 
 
 def work_of_ranks(
-    schedule: Schedule, seconds: ActionCosts, times: Mapping[StageId, StageTimes], ranks: int
+    schedule: Schedule, seconds: ActionSeconds, times: Mapping[StageId, StageTimes], ranks: int
 ) -> Float64[np.ndarray, "ranks"]:
     """Return the seconds of each rank's actions, and of the work after the last of them."""
     work, stages = np.zeros(ranks), schedule.graph.stages
     for action in schedule.starts:
-        work[stages[action.node].grid] += np.reshape(seconds(action), (-1, 1))
+        grid, of_ranks = stages[action.node].grid, seconds.of_ranks(action)
+        work[grid] += np.repeat(of_ranks, grid.shape[1] // of_ranks.shape[1], axis=1)  # tensor-parallel ranks are even
     for stage, each in times.items():
         work[stages[stage].grid] += each.after
     return work

@@ -11,16 +11,19 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.row_sharding import REPLICATED
 from hetero_strategy.model.spec import ModelSpec, ModuleSpec
 from hetero_strategy.plan.config import BalanceConfig
+from hetero_strategy.plan.deal_rows import RankWork
 from hetero_strategy.plan.step_plan import StepMetadata
 from hetero_strategy.planner.candidate import Candidate
 from hetero_strategy.planner.evaluate import Evaluator, Step
 from hetero_strategy.planner.explain import work_of
-from hetero_strategy.planner.step_seconds import seconds_after
+from hetero_strategy.planner.step_seconds import ActionSeconds, seconds_after, work_of_ranks
+from hetero_strategy.schedule.action import Action, StageId
 from hetero_strategy.simulator.cluster import Cluster, Device, Links
 from hetero_strategy.simulator.cost_model import CostModel, Overlap
+from hetero_strategy.simulator.stage_times import Line
 from hetero_strategy.testing.plans import cluster, generator
 
-BLOCKS = 4
+BLOCKS, LLM = 4, StageId("llm", 0)
 SHAPE = ModelSpec(
     {
         "llm": ModuleSpec(
@@ -34,13 +37,15 @@ SHAPE = ModelSpec(
 )  # fmt: skip
 
 
-def step(overlap: Overlap, bandwidth: float, pp: int = 1, microbatches: int = 4, schedule: str = "1f1b") -> Step:
+def step(
+    overlap: Overlap, bandwidth: float, pp: int = 1, microbatches: int = 4, schedule: str = "1f1b", cp: int = 1
+) -> Step:
     device = Device("toy", flops=1.0, memory=1e9, memory_bandwidth=28000.0, matmul=1.0, attention=1.0)
     toys = Cluster(device, 1, 2 * pp, Links(0.0, bandwidth), Links())
     tokens = np.full(2 * microbatches, 10)
     batch = StepMetadata(0, 0, np.arange(len(tokens)), tokens, tokens - 1, {})
     evaluator = Evaluator(CostModel(SHAPE, toys, overlap=overlap), [batch])
-    layout = ModuleLayout(2 * pp, dp_shard=2, pp=pp, split=(BLOCKS // pp,) * pp)
+    layout = ModuleLayout(2 * pp, dp_shard=2 // cp, cp=cp, pp=pp, split=(BLOCKS // pp,) * pp)
     return evaluator.step(
         evaluator.place(Candidate({"llm": layout}, microbatches, schedule, reshard_after_forward="never"))
     )
@@ -55,6 +60,16 @@ def test_collectives_of_their_own_are_added_to_compute() -> None:
     found = step(Overlap(), bandwidth=100.0)
     gather, reduce = 4000 * 2 / 2 / 100.0, 4000 * 4 / 2 / 100.0
     assert found.seconds == pytest.approx(gather + 4 * (FORWARD + BACKWARD) + reduce + ADAM)
+
+
+def test_each_context_parallel_rank_works_for_its_own_pairs_and_the_slowest_counts() -> None:
+    found, one = step(Overlap(), bandwidth=100.0, cp=2), Line(0.0, 0.0, 1.0)
+    lines = {"forward": one, "input": one, "weight": one, "gather": 0.0, "reduce": 0.0}
+    times = {node: replace(of, **lines) for node, of in found.placed.times.items()}
+    squares = np.tile([1.0, 3.0], (4, 1, 1))
+    seconds = ActionSeconds(found.plan, found.placed.graph, times, {"llm": RankWork(squares, 0 * squares)})
+    assert seconds(Action("B", LLM, 0)).tolist() == [6.0]
+    assert work_of_ranks(found.schedule, seconds, {}, 2).tolist() == [4 * 3.0, 4 * 9.0]
 
 
 def test_fast_collectives_beside_compute_take_no_time() -> None:
