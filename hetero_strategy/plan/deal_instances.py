@@ -3,13 +3,14 @@
 An instance has sequences of 7, 3, 1 and 1 rows, and three ranks with room for 4 rows each. Sequences stand by falling
 pairs; the last ones, with a fifth of the rows, are the tail::
 
-    rows      7     3  1  1
-    parts     3  4  3  1  1    two ranks share 7 rows
-    rank      1  0  2  ?  ?    a round deals a part to each rank; "?" is the tail and what has no room
-    room      1  0  1          rows that ranks 1, 0 and 2 lack: the tail fills them end to end
+    rows      7        3  1  1
+    parts     2  2  3  3  1  1    three ranks share 7 rows, which have 28 of 36 pairs
+    rank      0  1  2  ?  ?  ?    a round deals a part to each rank; "?" is the tail and what has no room
+    room      2  2  1             rows that ranks 0, 1 and 2 lack: ranks 2, 0, 1 are filled end to end
 
-So ranks 1 and 0 share the first sequence, and ranks 2 and 1 have the others whole. :meth:`Instances.cut` then cuts the
-shared sequence in two chunks a rank, one from either end. All instances of a step are columns of the same arrays.
+So all ranks share the first sequence, ranks 2 and 0 the second, and rank 1 has the others whole. :meth:`Instances.cut`
+then cuts shared sequences in two chunks a rank, one from either end. All instances of a step are columns of the same
+arrays.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ GROUPS = 4
 STEPS = np.iinfo(np.uint16).max
 """Steps of size by which sequences are sorted: numpy sorts 16 bits by radix, which is fast and stable."""
 CELLS = 1 << 18
-"""Most parts of a round of all instances, missing ones included, beyond one for each rank."""
+"""Most places for parts in rounds of all instances that are dealt at once; one round may have more."""
 
 
 class RowCost(NamedTuple):
@@ -341,9 +342,13 @@ class Instances:
 
 
 def _descending(instance: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """Sort by instance, then by falling pairs in :data:`STEPS` of their square roots; instances ascend."""
+    """Sort by instance, then by falling pairs in :data:`STEPS` of the instance's largest square root.
+
+    Args:
+        instance: instance of each sequence, ascending.
+    """
     begins = np.flatnonzero(np.diff(instance, prepend=-1))
-    most = np.repeat(np.maximum.reduceat(pairs, begins), np.diff(begins, append=len(pairs))) if len(pairs) else 1.0
+    most = np.repeat(np.maximum.reduceat(pairs, begins), np.diff(begins, append=len(pairs)))
     share = pairs / np.maximum(most, 1.0)
     order = np.argsort((STEPS - STEPS * np.sqrt(share)).astype(np.uint16), kind="stable")
     return order[ragged.argsort_small(instance[order])]

@@ -176,6 +176,12 @@ def test_microbatches_are_dealt_as_they_are_alone() -> None:
             assert getattr(ours, name).tolist() == getattr(alone, name).tolist()
 
 
+def test_a_long_sequence_of_another_instance_changes_no_order() -> None:
+    lengths = np.arange(4, 21).tolist()
+    ours, alone = orders([lengths, [1 << 20]])[0], orders([lengths])[0]
+    assert ours.rows(0, sum(lengths)).tolist() == alone.rows(0, sum(lengths)).tolist()
+
+
 def test_a_deal_is_made_of_every_instance() -> None:
     (order,) = orders([[8], [2, 2]])
     assert order.rows(0, 8).tolist() == [0, 1, 6, 7, 2, 3, 4, 5] and order.first.tolist() == [0, 8]
