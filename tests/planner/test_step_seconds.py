@@ -64,8 +64,10 @@ def test_collectives_of_their_own_are_added_to_compute() -> None:
 
 def test_each_context_parallel_rank_works_for_its_own_pairs_and_the_slowest_counts() -> None:
     found, one = step(Overlap(), bandwidth=100.0, cp=2), Line(0.0, 0.0, 1.0)
-    lines = {"forward": one, "input": one, "weight": one, "gather": 0.0, "reduce": 0.0}
-    times = {node: replace(of, **lines) for node, of in found.placed.times.items()}
+    times = {
+        node: replace(of, forward=one, input=one, weight=one, gather=0.0, reduce=0.0)
+        for node, of in found.placed.times.items()
+    }
     squares = np.tile([1.0, 3.0], (4, 1, 1))
     seconds = ActionSeconds(found.plan, found.placed.graph, times, {"llm": RankWork(squares, 0 * squares)})
     assert seconds(Action("B", LLM, 0)).tolist() == [6.0]
