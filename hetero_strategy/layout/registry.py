@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -38,9 +38,10 @@ class GroupRegistry:
     Args:
         placement: resolved layouts; modules are visited in its order on every rank.
         rank_sets_needed: further rank sets that need a group, in the same order on every rank: owners of shared
-            weights, ranks that sum choices of experts.
+            weights.
         device_type: ``"cuda"`` or ``"cpu"``; never guessed.
         timeout: limit of every collective in the groups created here.
+        balanced: names of modules with a loss on the balance of their experts.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class GroupRegistry:
         rank_sets_needed: Iterable[Iterable[int]],
         device_type: str,
         timeout: timedelta | None = None,
+        balanced: Collection[str] = (),
     ) -> None:
         self.device_type = device_type
         self._timeout, self._placement = timeout, placement
@@ -61,10 +63,12 @@ class GroupRegistry:
         # Each module has an axis of shards in its mesh. With one shard nothing travels along it.
         if (self._rank,) not in self._groups:
             self._groups[(self._rank,)] = self._alone()
-        # Keys and rows of experts travel while parameters of the same ranks may be gathered too.
+        # Keys, rows and choices of experts travel while parameters of the same ranks may be gathered too.
         contexts, exchanges = context_sets(placement), exchange_sets(placement)
+        sums = balance_sets(placement, balanced)
         self._contexts = dict(zip(contexts, self._new(contexts), strict=True))
         self._exchanges = dict(zip(exchanges, self._new(exchanges), strict=True))
+        self._sums = dict(zip(sums, self._new(sums), strict=True))
         layouts = placement.layouts.items()
         self._meshes = {name: self._mesh(name, layout, mesh_sizes(layout)) for name, layout in layouts}
         self._expert_meshes = {name: self._mesh(name, x, expert_sizes(x)) for name, x in layouts if x.ep > 1}
@@ -97,6 +101,11 @@ class GroupRegistry:
         layouts = {module: self._placement.layouts[module]}
         lines = (ranks for ranks in context_sets(replace(self._placement, layouts=layouts)) if self._rank in ranks)
         return next((self._contexts[ranks] for ranks in lines), None)
+
+    def balance(self, module: str) -> dist.ProcessGroup | None:
+        """Return the group in which this rank sums choices of the module's experts; None: this rank alone, or none."""
+        sets = balance_sets(self._placement, [module])
+        return next((self._sums[ranks] for ranks in sets if self._rank in ranks), None)
 
     def channels(self, sets: Sequence[tuple[int, ...]]) -> list[dist.ProcessGroup | None]:
         """Return a group for each rank set, whose messages never wait for other channels; None as in :meth:`group`.
@@ -283,11 +292,14 @@ def exchange_sets(placement: Placement) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(line for part in parts for line in _lines(part, part.ndim - 1)))
 
 
-def balance_sets(layout: ModuleLayout) -> list[tuple[int, ...]]:
-    """List the rank sets that sum the choices of experts of a module with a loss on their balance: the ranks of its
-    last stage, of all instances, that have one tensor-parallel coordinate. Pure.
+def balance_sets(placement: Placement, balanced: Collection[str]) -> list[tuple[int, ...]]:
+    """List the rank sets that sum the choices of experts of modules with a loss on their balance, in the one order in
+    which all ranks create their groups: the ranks of a module's last stage, of all instances, that have one
+    tensor-parallel coordinate. Pure.
     """
-    return _lines(layout.stage_grid(layout.pipeline.stages - 1).reshape(-1, layout.tp), 0)
+    layouts = [layout for name, layout in placement.layouts.items() if name in balanced]
+    grids = [layout.stage_grid(layout.pipeline.stages - 1).reshape(-1, layout.tp) for layout in layouts]
+    return list(dict.fromkeys(line for grid in grids if len(grid) > 1 for line in _lines(grid, 0)))
 
 
 def expert_sizes(layout: ModuleLayout) -> dict[str, int]:

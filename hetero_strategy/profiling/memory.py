@@ -8,7 +8,7 @@ runs, and is not a product of the largest of each.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -141,7 +141,7 @@ class MemoryModel:
         widths = {(s, t): self.precision.compute * self.shape.width(s.module, t.module) for s, t in graph.edges}
         Walk(plan, schedule, widths, sizes, needs, self.allocator.holds_sent, changes).run()
         bytes_ = changes.at_peak(placement.world_size)
-        shared = self.allocator.communicator * communicators(placement)
+        shared = self.allocator.communicator * communicators(placement, graph.balanced)
         bytes_[-1] = self.allocator.margin * bytes_.sum(axis=0) + shared
         if self.allocator.messages:
             bytes_[-1] += message_buffers(graph, placement.world_size)
@@ -245,9 +245,9 @@ def _turns(plan: StepPlan, schedule: Schedule) -> dict[StageId, list[tuple[int, 
     return turns
 
 
-def communicators(placement: Placement) -> Int64[np.ndarray, "ranks"]:
+def communicators(placement: Placement, balanced: Collection[str]) -> Int64[np.ndarray, "ranks"]:
     """Count NCCL's communicators for collectives that each rank is part of."""
-    ranks = [rank for group in module_groups(placement, ()) if len(group) > 1 for rank in group]
+    ranks = [rank for group in module_groups(placement, (), balanced) if len(group) > 1 for rank in group]
     return np.bincount(ranks, minlength=placement.world_size)
 
 

@@ -8,7 +8,7 @@ rounds of all groups in one order.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -18,7 +18,7 @@ from jaxtyping import Int64
 
 from hetero_strategy.boundary import transport
 from hetero_strategy.boundary.transport import Channel, Wire
-from hetero_strategy.layout.registry import MESSAGE_CTAS, context_sets, exchange_sets, rank_sets
+from hetero_strategy.layout.registry import MESSAGE_CTAS, balance_sets, context_sets, exchange_sets, rank_sets
 from hetero_strategy.layout.spec import Placement
 from hetero_strategy.schedule.action import StageGraph
 
@@ -125,11 +125,11 @@ def process_groups(
 
     Returns:
         ``modules``: the world, axes of meshes, the owners of shared weights, each rank alone, context-parallel ranks,
-            and ranks that exchange rows of experts;
+            ranks that exchange rows of experts, and ranks that sum choices of experts;
         ``edges``: channels that do not share a group of modules; ``host``: groups of all ranks for checkpoints and for
             loading.
     """
-    everyone, modules = tuple(range(placement.world_size)), module_groups(placement, owners)
+    everyone, modules = tuple(range(placement.world_size)), module_groups(placement, owners, graph.balanced)
     ways = [hops for number in sorted({*graph.firsts}) for hops in channel_sets(graph, number).values()]
     edges = [ranks for hops in ways for ranks in chain.from_iterable(hops)]
     if device_type != "cuda":
@@ -137,7 +137,9 @@ def process_groups(
     return {"modules": modules, "edges": edges, "host": [everyone, everyone]}
 
 
-def module_groups(placement: Placement, owners: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def module_groups(
+    placement: Placement, owners: Iterable[tuple[int, ...]], balanced: Collection[str]
+) -> list[tuple[int, ...]]:
     """Predict the process groups of a run's modules, see :func:`process_groups`. Pure."""
     everyone = tuple(range(placement.world_size))
     sets = [ranks for ranks in rank_sets(placement, owners) if len(ranks) > 1]
@@ -145,6 +147,7 @@ def module_groups(placement: Placement, owners: Iterable[tuple[int, ...]]) -> li
         *dict.fromkeys([everyone, *sets, *((rank,) for rank in everyone)]),
         *context_sets(placement),
         *exchange_sets(placement),
+        *balance_sets(placement, balanced),
     ]
 
 

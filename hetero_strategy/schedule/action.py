@@ -146,6 +146,11 @@ class StageGraph:
         ends = {target for _, target in between} - {source for source, _ in between}
         return tuple(module for module in self.apart if module not in ends)
 
+    @cached_property
+    def balanced(self) -> tuple[str, ...]:
+        """Return the modules with a loss on the balance of their experts."""
+        return tuple(dict.fromkeys(node.module for node, stage in self.stages.items() if stage.balanced))
+
     def without(self, modules: Collection[str]) -> StageGraph:
         """Return the graph without some modules."""
         return StageGraph(

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from hetero_strategy.boundary.transport import Channel
 from hetero_strategy.checkpoint.optimizer_state import part_of
 from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.errors import CheckpointError, ConfigError, ModelError
-from hetero_strategy.layout.registry import GroupRegistry, balance_sets
+from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.layout.spec import ModuleLayout, Placement
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.materialize import CHANGED, changed_since_made
@@ -130,9 +129,8 @@ def assemble(
             each.check(name, modules[name], layouts[name], options.storage.compute, device)
     if device.type != "meta":
         check_first_values(modules, layouts, device)
-    balanced = (balance_sets(layouts[name]) for name, module in plan.spec.modules.items() if module.balanced)
-    needed = [*tied_rank_sets(modules, layouts), *chain.from_iterable(balanced)]
-    registry = GroupRegistry(placement, needed, connected.type, timeout)
+    tied = tied_rank_sets(modules, layouts)
+    registry = GroupRegistry(placement, tied, connected.type, timeout, graph.balanced)
     rows = [(plan.spec.width(s.module, t.module), options.storage.compute) for s, t in graph.edges]
     channels = _channels(registry, graph, rows, rank, connected)
     connect(graph, channels, rank)
@@ -333,8 +331,7 @@ def _local(
     assert seat is not None
     replicas = None if isinstance(stage, FSDPModule) else _axis(registry, layout.dp_replicate, name, "dp_replicate")
     tensor_parallel = _axis(registry, layout.tp, name, "tp")
-    sums = balance_sets(layout) if graph.stages[node].balanced else []
-    balanced = next((registry.group(ranks) for ranks in sums if rank in ranks), None)
+    balanced = registry.balance(name) if graph.stages[node].balanced else None
     return LocalStage(stage, graph.stages[node], seat, replicas, tensor_parallel, balanced)
 
 

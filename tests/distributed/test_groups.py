@@ -32,7 +32,7 @@ PLACEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"vision": on(1, 0, 2), "llm": on(0, 1, 2, 3, 4, 5, 6, 7, tp=2, dp_shard=2, dp_replicate=2)},
         {},
     ),
-    "experts": ({"vision": on(0, 1), "llm": on(0, 1, 2, 3, ep=2)}, {"lm": "mixture"}),
+    "experts": ({"vision": on(0, 1), "llm": on(0, 1, 2, 3, ep=2)}, {"lm": "balanced"}),
 }
 RankSets = Counter[tuple[int, ...]]
 
@@ -49,7 +49,7 @@ def on_rank(rank: int, world: int, setting: Setting) -> dict[str, tuple[RankSets
     graph, placement, zeros = executor.compiler.graph, executor.placement, torch.zeros
     owners = tied_rank_sets(executor.modules, placement.layouts)
     with patch.object(torch, "zeros", lambda size, device: zeros(size)):
-        registry = GroupRegistry(placement, owners, "cuda")
+        registry = GroupRegistry(placement, owners, "cuda", balanced=graph.balanced)
         _channels(registry, graph, [(1, torch.float32)] * len(graph.edges), rank, torch.device("cpu"))
     world_group = Counter([tuple(range(world))])
     found = {"cpu": host, "cuda": joined() - host + world_group}

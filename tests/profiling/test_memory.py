@@ -144,7 +144,7 @@ def least(predicted: MemoryModel, step: Step) -> np.ndarray:
         size, ranks = predicted._sizes(placed.placement.layouts, placed.graph, stage_id), stage.grid.ravel()
         fixed[ranks] += size.masters + size.optimizer
         most[ranks] = np.maximum(most[ranks], size.gathered.sum() * size.once + size.summed.sum() * stage.trains)
-    return (fixed + most) * (1 + allocator.margin) + allocator.communicator * communicators(placed.placement)
+    return (fixed + most) * (1 + allocator.margin) + allocator.communicator * communicators(placed.placement, ())
 
 
 def of_kind(found: Memory, kind: str) -> list[float]:
