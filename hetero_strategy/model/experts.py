@@ -75,12 +75,11 @@ def routed(
         experts: number of experts on all ranks.
         compute: the experts of this rank.
         exchange: the ranks that share the experts; None: this rank has all of them.
-        meanwhile: a function that runs once rows have started to travel; its backward runs while gradients travel.
+        meanwhile: a function that runs, with an exchange, once rows have started to travel; its backward runs while
+            gradients travel.
     """
     if exchange is not None:
         return _routed_over_ranks(rows, chosen, weights, experts, compute, exchange, meanwhile)
-    if meanwhile is not None:
-        meanwhile()
     route = _route_here(chosen, experts)
     return combine(compute(dispatch(rows, route), route.ends), weights, route)
 
@@ -113,10 +112,13 @@ def dispatch(
     spread = _Spread.apply(rows, route.order)
     if exchange is None or route.by_expert is None:
         return spread
-    arrived = start_all_to_all(spread, route.sent, route.received, exchange.group)
+    finish = start_all_to_all(spread, route.sent, route.received, exchange.group)
+    del spread
     if meanwhile is not None:
         meanwhile()
-    return _Permuted.apply(arrived(), route.by_expert, _inverse(route.by_expert))
+    arrived = finish()
+    del finish  # with the rows that were sent
+    return _Permuted.apply(arrived, route.by_expert, _inverse(route.by_expert))
 
 
 def combine(results: Tensor, weights: Tensor, route: ExpertRoute, exchange: Exchange | None = None) -> Tensor:

@@ -57,10 +57,13 @@ class Routing:
         """Return the number of experts of all layers."""
         return len(self.routers) * self.experts
 
-    def block_numbers(self, blocks: Iterable[str]) -> list[int]:
-        """Return the number of each router's block among all blocks of the module, by their FQNs."""
-        numbers = {fqn: number for number, fqn in enumerate(blocks)}
-        return [next(n for fqn, n in numbers.items() if router.startswith(f"{fqn}.")) for router in self.routers]
+    def labels(self, blocks: Iterable[str]) -> list[int | str]:
+        """Return the number of each router's block among all blocks of the module, by their FQNs; where it has no block
+        or shares it with another router, the router's FQN.
+        """
+        fqns = [*blocks]
+        own = [next((n for n, fqn in enumerate(fqns) if name.startswith(f"{fqn}.")), name) for name in self.routers]
+        return [name if own.count(label) > 1 else label for name, label in zip(self.routers, own, strict=True)]
 
 
 @dataclass(eq=False)
@@ -133,7 +136,9 @@ def _histogram(chosen: Tensor, real: Tensor, experts: int) -> Tensor:
 
 
 class _Balanced(torch.autograd.Function):
-    """Weights as they are; backward adds the gradient of the balance loss to their logits, or to probabilities."""
+    """A function that returns weights as they are; its backward adds the gradient of the balance loss to their logits,
+    or to probabilities.
+    """
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -150,7 +155,7 @@ class _Balanced(torch.autograd.Function):
         if slope is None or not ctx.needs_input_grad[1]:
             return gradient, None, None, None, None
         if ctx.normalized:
-            return gradient, (slope * real[:, None]).to(logits.dtype), None, None, None
+            return gradient, slope.to(logits.dtype) * real[:, None], None, None, None
         probabilities = _softmax(logits)
         slope = slope.to(probabilities.dtype)
         centred = slope - (probabilities * slope).sum(-1, keepdim=True)

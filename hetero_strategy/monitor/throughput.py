@@ -84,8 +84,9 @@ class Totals(NamedTuple):
     """Times of the rank that waited longest for data."""
     rank: int
     """Number of that rank."""
-    expert_load: Mapping[str, Mapping[int, float]] = MappingProxyType({})
-    """Module with experts -> number of a block -> rows of its busiest expert over the mean, in the last window."""
+    expert_load: Mapping[str, Mapping[int | str, float]] = MappingProxyType({})
+    """Module with experts -> label of a router, see :meth:`Routing.labels` -> rows of its busiest expert over the mean,
+    in the last window."""
 
 
 Flops = Annotated[float, ("FLOP/s of one device, such as 989e12,", lambda flops: flops > 0)]
@@ -142,8 +143,8 @@ class ThroughputMonitor(L.Callback):
     def _reset(self) -> None:
         self._window, self._watch = _Window(), Watch(self._clock)
         self._steps = self._tokens = 0
-        self._loads: dict[str, dict[int, float]] = {}
-        self._warned: set[tuple[str, int]] = set()
+        self._loads: dict[str, dict[int | str, float]] = {}
+        self._warned: set[tuple[str, int | str]] = set()
         self._spent = Spent()
         self._step = 0
 
@@ -247,8 +248,8 @@ class ThroughputMonitor(L.Callback):
         }
         for name, rows_of_experts in window.experts.items():
             routing: Any = modules[name].routing
-            numbers = routing.block_numbers(modules[name].meta_copy().blocks())
-            self._loads[name] = dict(zip(numbers, expert_loads(rows_of_experts), strict=True))
+            labels = routing.labels(modules[name].meta_copy().blocks())
+            self._loads[name] = dict(zip(labels, expert_loads(rows_of_experts), strict=True))
             metrics |= {f"experts/{name}/{block}": load for block, load in self._loads[name].items()}
             self._warn_of_uneven(name)
         if self._peak is not None:
@@ -268,7 +269,8 @@ class ThroughputMonitor(L.Callback):
             return
         self._warned |= {(name, block) for block in new}
         busiest = max(new, key=new.__getitem__)
-        more = f" (and more than {UNEVEN:g} times it in {len(new) - 1} other blocks)" if len(new) > 1 else ""
+        others = f"{len(new) - 1} other block{'s' * (len(new) > 2)}"
+        more = f" (and at least {UNEVEN:g} times it in {others})" if len(new) > 1 else ""
         rank_zero_warn(
             f"experts of {name!r}: the busiest one of block {busiest} had {new[busiest]:.1f} times the mean of"
             f" rows{more}; a larger balance_loss or router_bias_step spreads them"
