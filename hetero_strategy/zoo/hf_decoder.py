@@ -91,8 +91,8 @@ class HFCausalLM(HFAdapter, CausalLM):
         self.head_path = _fqn(self.model, self.model.get_output_embeddings())
         packing = Packing.of(np.array([2])).to("meta")
         rows = torch.empty(1, 2, text.hidden_size, device="meta")
-        alone = shared_meanwhile(self.model, expert_parts(self.model))
-        with self.measured(), routers_that_run(self.model) as routers, alone:  # experts, too, run without values
+        overlap = shared_meanwhile(self.model, expert_parts(self.model))
+        with self.measured(), routers_that_run(self.model) as routers, overlap:  # experts, too, without values
             parts = parts_of(self.base, self.layers, lambda base: self._run(base, rows, packing))
         self.routing = make_routing(who, self.model, routers, text, balance_loss, router_bias_step)
         embedding = _fqn(self.base, self.base.get_input_embeddings())

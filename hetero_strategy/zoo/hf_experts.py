@@ -133,7 +133,7 @@ def make_routing(
     if balance_loss and not routers:
         raise ModelError(f"{who}: balance_loss={balance_loss}, but it has no routers that are known here; leave it out")
     made_by = {*routers.values()}
-    if (balance_loss and not made_by <= {"", "Softmax"}) or len(made_by) > 1:
+    if balance_loss and (len(made_by) > 1 or not made_by <= {"", "Softmax"}):
         raise ModelError(
             f"{who}: balance_loss={balance_loss}, but its routers return results of {' and '.join(sorted(made_by))} in"
             " place of logits, from which no probabilities follow; set balance_loss=0"

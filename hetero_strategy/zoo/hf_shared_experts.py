@@ -38,6 +38,11 @@ class SharedMeanwhile(nn.Module):
     order: Order
 
     @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by the family's class, as no module has the joined one."""
+        return _blank, (type(self).__mro__[2],), vars(self)
+
+    @override
     def forward(self, hidden_states: Tensor) -> Any:
         names = self.order
         experts: Any = self._modules[names.experts[0]]
@@ -91,10 +96,18 @@ def shared_meanwhile(model: nn.Module, experts: dict[str, int]) -> Iterator[None
 
 @cache
 def _joined(kind: type) -> Any:
+    """Return a class of one name for all blocks of a class; FSDP makes such classes, too."""
     return type(kind.__name__, (SharedMeanwhile, kind), {"__module__": kind.__module__})
 
 
+def _blank(kind: type) -> Any:
+    """Return a block without its state."""
+    joined = _joined(kind)
+    return joined.__new__(joined)
+
+
 def _note_call(calls: dict[str, Any], name: str, _: nn.Module, args: Any, more: dict[str, Any], result: Any) -> None:
+    """Note a child's positional arguments and its result; nothing of one that takes keywords or runs twice."""
     calls[name] = ((), None) if more or name in calls else (args, result)
 
 

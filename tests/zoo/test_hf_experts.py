@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from hetero_strategy.profiling.stage_memory import features
 from hetero_strategy.zoo.hf import HFAdapter, make_norms_precise
 from hetero_strategy.zoo.hf_causal_lm import HFCausalLM, hf_causal_lm
 from hetero_strategy.zoo.hf_experts import expert_parts
+from hetero_strategy.zoo.hf_shared_experts import SharedMeanwhile
 from tests.model.helpers import ready, tokens
 from tests.zoo.families import TINY
 
@@ -173,6 +175,14 @@ def test_a_mixture_is_that_of_transformers(model_type: str, monkeypatch: pytest.
         assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
     own = {n: p.grad for n, p in module.model.named_parameters()}
     assert worst(own, {n: p.grad for n, p in reference.named_parameters()}) < 1e-10
+
+
+def test_blocks_with_shared_experts_are_pickled() -> None:
+    module = hf_causal_lm(model_type="qwen2_moe", check=False, **TINY["qwen2_moe"])
+    again = pickle.loads(pickle.dumps(module))
+    blocks = [[part for part in each.modules() if isinstance(part, SharedMeanwhile)] for each in (module, again)]
+    assert blocks[0] and [type(part) for part in blocks[1]] == [type(part) for part in blocks[0]]
+    assert all(one.order == other.order for one, other in zip(*blocks, strict=True))
 
 
 def test_another_implementation_of_experts_is_refused() -> None:

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.mixtral import modeling_mixtral
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model import MultimodalModel, SequenceInputs
-from hetero_strategy.model.routing import StepRouting, counting, note_choices, running
+from hetero_strategy.model.routing import Routing, StepRouting, counting, note_choices, running
 from hetero_strategy.testing.families import tiny_family
 from hetero_strategy.zoo.hf_causal_lm import HFCausalLM, hf_causal_lm
+from hetero_strategy.zoo.hf_experts import make_routing
 from tests.model.helpers import HandBatch, ready, tokens
 from tests.zoo.families import TINY
 from tests.zoo.test_hf_experts import theirs, worst
@@ -208,6 +209,24 @@ def test_a_layer_that_runs_again_counts_once() -> None:
 def test_wrong_options_are_refused(model_type: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         hf_causal_lm(model_type=model_type, check=False, **sizes(model_type), **options)
+
+
+@pytest.mark.parametrize("made_by", [("Sigmoid",), ("", "Softmax")])
+def test_a_loss_of_routers_without_logits_is_refused(made_by: tuple[str, ...]) -> None:
+    model = nn.ModuleDict({f"router{n}": nn.Linear(1, 1) for n in range(len(made_by))})
+    routers = dict(zip(model, made_by, strict=True))
+    experts: Any = nn.Linear(1, 2, bias=False)
+    experts._is_expert_parallel, experts.num_experts = True, 2
+    model["experts"] = experts
+    with pytest.raises(ModelError, match=r"balance_loss=0.1, but its routers return.*set balance_loss=0"):
+        make_routing("Model", model, routers, None, 0.1, 0.0)
+    routing = make_routing("Model", model, routers, None, 0.0, 0.0)
+    assert routing is not None and not routing.balance and len(routing.routers) == len(made_by)
+
+
+def test_routers_without_a_block_of_their_own_have_labels_of_their_own() -> None:
+    routing = Routing(("blocks.1.a", "blocks.1.b", "blocks.2.a", "last"), 3)
+    assert routing.labels(f"blocks.{n}" for n in range(3)) == ["blocks.1.a", "blocks.1.b", 2, "last"]
 
 
 def test_the_loss_is_on_where_the_config_asks_for_it() -> None:
