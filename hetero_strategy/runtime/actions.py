@@ -258,12 +258,12 @@ class RunningStep:
             where = self.call, microbatch, seat.instance, seat.shard, self.device
             live.seed = stage.random_numbers.start(plan.metadata, *where, rows_of=stage.rows_of)
         units = plan.assignments[node.module][microbatch].of(seat.instance)
-        routed, (into, on) = self.routed.get(node.module), do.choices
-        before = None if routed is None or into is None else self.transport.take(into)
-        with counting(routed, microbatch, units, before, last=on is None) as live.tally:
+        routed, (arriving, leaving) = self.routed.get(node.module), do.choices
+        before = None if routed is None or arriving is None else self.transport.take(arriving)
+        with counting(routed, microbatch, units, before, last=leaving is None) as live.tally:
             out = stage.forward(inputs, rows, hidden, differentiable=differentiable)
-        if live.tally is not None and on is not None:
-            self.transport.give(on, live.tally.sums())
+        if live.tally is not None and leaving is not None:
+            self.transport.give(leaving, live.tally.sums())
         if stage.host is not None and stage.host.latest is not None:
             live.come_back = stage.host.latest.start
         if isinstance(out, torch.Tensor):
@@ -302,12 +302,12 @@ class RunningStep:
         return begin
 
     def _lead_back(self, do: RankAction, tally: Tally) -> None:
-        """Set the slope of a microbatch's loss on balance from the choices of all stages, and pass them on."""
-        routed, (into, on) = self.routed[do.action.node.module], do.choices
-        likeliest = routed.likeliest(do.action.microbatch) if into is None else self.transport.take(into)
+        """Set the slope of a microbatch's loss on balance from the counts of all stages, and pass the counts on."""
+        routed, (arriving, leaving) = self.routed[do.action.node.module], do.choices
+        likeliest = routed.likeliest(do.action.microbatch) if arriving is None else self.transport.take(arriving)
         tally.slope = routed.slope(do.action.microbatch, likeliest)
-        if on is not None and likeliest is not None:
-            self.transport.give(on, likeliest)
+        if leaving is not None and likeliest is not None:
+            self.transport.give(leaving, likeliest)
 
     def _weights(self, do: RankAction, stage: LocalStage) -> Mark:
         """W: run the half of a microbatch's backward for the weights."""

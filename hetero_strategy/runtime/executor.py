@@ -79,7 +79,7 @@ class Executor:
     expert_rows: Mapping[str, torch.Tensor] = field(init=False, default_factory=dict)
     """Rows that chose each expert in the last training step, by module with routers, int64 ``[layers, experts]``: sums
     over all ranks, the same on every rank, reduced with the step's losses. :attr:`Routing.routers` names the layers.
-    They equal :attr:`ModelOutput.expert_rows`."""
+    These counts equal :attr:`ModelOutput.expert_rows`."""
     seeding: Seeding = field(init=False)
     """Switch for the seeding of modules."""
     unreached: Unreached = field(init=False)
@@ -209,13 +209,11 @@ class Executor:
 
     def _channel(self, transfer: RankTransfer) -> Channel:
         """Return the channel of a transfer; choices of experts have one of their own with the groups of the rows."""
+        channel = self.channels[transfer.edge, transfer.backward]
+        if not transfer.numbers:
+            return channel
         key = transfer.edge, transfer.backward, transfer.numbers
-        if key not in self._of_choices:
-            channel = self.channels[key[:2]]
-            if not transfer.numbers:
-                return channel
-            self._of_choices[key] = replace(channel, width=transfer.numbers, dtype=torch.float64)
-        return self._of_choices[key]
+        return self._of_choices.setdefault(key, replace(channel, width=transfer.numbers, dtype=torch.float64))
 
     def _routed(self, sums: StepSums, factors: Factors) -> dict[str, StepRouting]:
         """Return the routing of the modules on this rank that count choices of experts in a step."""

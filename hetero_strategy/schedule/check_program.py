@@ -6,6 +6,7 @@ messages that its peers send and expect.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain, zip_longest
 from typing import NamedTuple
@@ -55,15 +56,19 @@ def program_faults(
         A stage of this rank, and its fault.
     """
     graph = schedule.graph
-    for one in program.transfers:
+    reads = Counter(step.choices[0] for step in program.actions)
+    for number, one in enumerate(program.transfers):
         source, target = graph.edges[one.edge]
         due, rows = _due(plan, graph, rank, one), _written(program, one)
         arrived = len(np.unique(rows))
         outside = len(rows) and not 0 <= rows.min() <= rows.max() < one.transfer.outputs
+        stage = source if one.backward else target
+        name = f"{source} to {target}, microbatches {one.microbatches[0]} and {one.microbatches[1]}"
         if not due == len(rows) == arrived or outside:
             what = "gradient rows" if one.backward else "rows"
-            name = f"{source} to {target}, microbatches {one.microbatches[0]} and {one.microbatches[1]}"
-            yield source if one.backward else target, f"{name}: {arrived} of {due} {what} reach rank {rank}"
+            yield stage, f"{name}: {arrived} of {due} {what} reach rank {rank}"
+        if one.numbers and reads[number] != due:
+            yield stage, f"{name}: rank {rank} reads choices of experts {reads[number]} times, not {due}"
     own_queues = queues(program)
     for peer in sorted({queue.peer for queue in own_queues}):
         expected = {
@@ -89,7 +94,8 @@ def queues(program: StepProgram) -> dict[MessageQueue, list[Message]]:
     """Return all messages of a rank by queue, in the order in which they start."""
     by_queue: dict[MessageQueue, list[Message]] = {}
     batches = chain(program.starts, *(step.starts for step in program.actions))
-    passed_on = [number for step in program.actions for number in step.reads]
+    taken = ((*step.reads, step.choices[0]) for step in program.actions)
+    passed_on = [number for numbers in taken for number in numbers if number is not None]
     for hop, numbers in ((1, chain.from_iterable(batches)), (2, passed_on)):
         for one in (program.transfers[number] for number in numbers):
             moved = one.transfer.first if hop == 1 else one.transfer.second

@@ -222,11 +222,11 @@ class _Compiler:
             return None, None
         back = action.kind != "F"
         edges = [(node._replace(stage=node.stage - 1), node), (node, node._replace(stage=node.stage + 1))]
-        into, on = (
+        arriving, leaving = (
             self.number(edge, microbatch, microbatch, choices=True)[back] if edge in self.edges else None
             for edge in (edges[::-1] if back else edges)
         )
-        return into, on
+        return arriving, leaving
 
     def moves(self, number: int) -> bool:
         """Return whether a transfer has messages in its first hop."""
@@ -248,18 +248,12 @@ class _Compiler:
         if key not in self.numbers:
             count, stage = len(self.transfers), self.graph.stages[edge[0]]
             both = self.seat_to_seat(edge) if choices else self.routed(edge, source, target)
-            ways = (both.forward, both.backward)[: 1 + (self.schedule.train and stage.backward)]
-            self.transfers += (
-                RankTransfer(
-                    self.edges[edge],
-                    bool(back),
-                    (source, target),
-                    self.index.pack(way),
-                    stage.balanced * (2 - back) * choices,
-                )
-                for back, way in enumerate(ways)
-            )
-            self.numbers[key] = (count, count + 1 if len(ways) > 1 else None)
+            at, pair, experts = self.edges[edge], (source, target), stage.balanced * choices
+            self.transfers.append(RankTransfer(at, False, pair, self.index.pack(both.forward), 2 * experts))
+            comes_back = self.schedule.train and stage.backward
+            if comes_back:
+                self.transfers.append(RankTransfer(at, True, pair, self.index.pack(both.backward), experts))
+            self.numbers[key] = (count, count + 1 if comes_back else None)
         return self.numbers[key]
 
     def seat_to_seat(self, edge: StageEdge) -> Route:
