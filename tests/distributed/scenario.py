@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.loading.datamodule import MultimodalDataModule
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.testing import gradients_of, relative_errors
-from hetero_strategy.zoo import hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
+from hetero_strategy.zoo import hf_causal_lm, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from recipes.digits import write_digits
 from tests.distributed.damage import damaged
 from tests.small_models import READING
@@ -69,7 +70,9 @@ def language_model(kind: str, vocabulary: int) -> Any:
         return titan_llama(
             vocab_size=vocabulary, dim=WIDTH, n_layers=2, n_heads=4, n_kv_heads=4, multiple_of=16, max_seq_len=512
         )
-    make = {"hf_llama": hf_llama, "hf_qwen3": hf_qwen3}[kind]
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    mixture = partial(hf_causal_lm, model_type="qwen3_moe", **experts)
+    make: Any = {"hf_llama": hf_llama, "hf_qwen3": hf_qwen3, "mixture": mixture}[kind]
     return make(
         vocab_size=vocabulary,
         hidden_size=WIDTH,

@@ -27,9 +27,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "audio": {"ranks": 2, "tp": 2},
     "titan": {"ranks": 2, "tp": 2},
     "llama": {"ranks": 2, "pp": 2},
-    "qwen": {"ranks": 2, "dp_shard": 2},
+    "mixture": {"ranks": 2, "ep": 2},
 }
-LANGUAGE_MODELS = {"titan": "LlamaForCausalLM", "llama": "LlamaForCausalLM", "qwen": "Qwen3ForCausalLM"}
+LANGUAGE_MODELS = {"titan": "LlamaForCausalLM", "llama": "LlamaForCausalLM", "mixture": "Qwen3MoeForCausalLM"}
 
 
 class Save(L.Callback):
@@ -51,7 +51,7 @@ def test_transformers_loads_what_a_run_exports(pool: Pool, tmp_path: Path, capsy
         steps=1,
         lr=0.05,
         language_models=tuple(LANGUAGE_MODELS),
-        lm="titan hf_llama hf_qwen3",
+        lm="titan hf_llama mixture",
         capture=False,
     )
     pool.run(2, run, job.on(**LAYOUTS), str(path), timeout=240)
