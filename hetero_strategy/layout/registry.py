@@ -69,6 +69,7 @@ class GroupRegistry:
         self._contexts = dict(zip(contexts, self._new(contexts), strict=True))
         self._exchanges = dict(zip(exchanges, self._new(exchanges), strict=True))
         self._sums = dict(zip(sums, self._new(sums), strict=True))
+        self._tables = self._groups, self._contexts, self._exchanges, self._sums
         layouts = placement.layouts.items()
         self._meshes = {name: self._mesh(name, layout, mesh_sizes(layout)) for name, layout in layouts}
         self._expert_meshes = {name: self._mesh(name, x, expert_sizes(x)) for name, x in layouts if x.ep > 1}
@@ -124,14 +125,13 @@ class GroupRegistry:
     @property
     def created(self) -> tuple[tuple[int, ...], ...]:
         """Return the rank sets of groups created at start, in one order on every rank, without ranks alone."""
-        return tuple(ranks for ranks in (*self._groups, *self._contexts, *self._exchanges) if len(ranks) > 1)
+        return tuple(ranks for table in self._tables for ranks in table if len(ranks) > 1)
 
     def limit(self, timeout: timedelta) -> None:
         """Limit collectives of the world and of modules to this time. Groups on the host keep theirs: reading and
         writing files during training may take longer than a step.
         """
-        tables = (self._groups, self._contexts, self._exchanges)
-        for group in (*(group for table in tables for group in table.values()), *self._channels):
+        for group in (*(group for table in self._tables for group in table.values()), *self._channels):
             if group is not None:
                 _set_pg_timeout(timeout, group)
 

@@ -183,5 +183,6 @@ class ExposedCollectives:
             "reduce-scatter": (1.0 - gathers) * data,
             "tensor parallel": linked - exchanged,
         }
-        context = {"context parallel": whole - rows + exchanged}
-        return waits | context if self._layouts[action.node.module].cp > 1 else waits
+        if self._layouts[action.node.module].cp > 1:
+            waits["context parallel"] = whole - rows + exchanged
+        return waits
