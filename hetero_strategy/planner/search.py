@@ -133,7 +133,7 @@ class Planner:
             self._tell(left)
         if not ranked:
             raise LayoutError(self._none_runs())
-        ranked.sort(key=lambda r: r.seconds)
+        ranked.sort(key=attrgetter("turn"))
         if model is None:
             return Answer(tuple(ranked), self.proposer.considered, tie=self._tie)
         return self._fitting(ranked, self.proposer.considered, model, end)
@@ -298,7 +298,7 @@ class Planner:
                     self._simulate(other, best.estimate, ranked)
                     tried += best.share
                     self._tell((LEAN - tried) / best.share)
-            ranked.sort(key=lambda r: r.seconds)
+            ranked.sort(key=attrgetter("turn"))
         if not too_large:
             raise LayoutError(self._none_runs())
         need = min(float(r.memory.peak.max()) for r in too_large if r.memory is not None)
