@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from hetero_strategy.errors import ModelError
@@ -43,6 +44,7 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
     trained = {fqn: any(p.requires_grad for p in unit.parameters()) for fqn, unit in units.items()}
     outer = {*units} - {*stage.experts()}  # a block reaches its experts on all ranks or on none
     begun = not stage.first_stage or _trains_before(stage, units)
+    sliced = any(isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ()) for p in stage.parameters())
 
     def follow(unit: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Let empty rows require a gradient if something before the unit trains, as rows of items do."""
@@ -78,7 +80,7 @@ def take_part(stage: Adapter, units: Mapping[str, nn.Module], applies: Callable[
         # FSDP sees the end of a forward by its output, so that must depend on something that trains.
         more = [] if rows.requires_grad else [p for p in stage.parameters() if p.requires_grad][:1]
         # A tensor of its own on all ranks, whose hooks come first in backward, even if a block makes the output.
-        joined = _Joined.apply(rows, *others, *more)
+        joined = _Joined.apply(rows, sliced, *others, *more)
         return replace(made, loss_sum=joined) if isinstance(made, LossOutput) else joined
 
     for fqn, unit in units.items():
@@ -175,15 +177,15 @@ def _trains_before(stage: Adapter, units: Mapping[str, nn.Module]) -> bool:
 class _Joined(torch.autograd.Function):
     """A function that returns its rows and makes them depend on more tensors, whose hooks a backward then runs.
 
-    These get no gradient, or an empty one if they are empty: rows that nothing else reads would come to a DTensor
-    without a gradient, for which torch makes a plain tensor and fails.
+    These get no gradient, or an empty one if they are empty and weights are ``sliced`` by tensor parallelism: rows that
+    nothing else reads would come to a DTensor without a gradient, for which torch makes a plain tensor and fails.
     """
 
     @staticmethod
-    def forward(ctx, rows: Tensor, *others: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.gradients = [None if x.numel() else torch.zeros_like(x) for x in others]
+    def forward(ctx, rows: Tensor, sliced: bool, *others: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.gradients = [torch.zeros_like(x) if sliced and not x.numel() else None for x in others]
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[no-untyped-def]
-        return gradient, *ctx.gradients
+        return gradient, None, *ctx.gradients
