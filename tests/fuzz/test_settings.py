@@ -33,7 +33,7 @@ def test_settings_drawn_at_random(
 ) -> None:
     found = run_all(pool, data, count, seed, timeout=240, degree=degree, held_up=held_up)
     assert not [f.text for f in found if f.fails]
-    assert sum(f.kind == "right" for f in found) >= 0.8 * count
+    assert sum(f.kind == "right" for f in found) >= 0.7 * count  # others are refused
 
 
 @pytest.mark.full
