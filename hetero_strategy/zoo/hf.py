@@ -61,7 +61,8 @@ class HFAdapter(Adapter):
 
     @override
     def used_share(self, layer: nn.Module, name: str) -> float:
-        weight, experts = layer.get_parameter(name), getattr(self.config.get_text_config(), "num_experts_per_tok", None)
+        weight, config = layer.get_parameter(name), self.config.get_text_config()
+        experts = getattr(layer, "visits", None) or getattr(config, "num_experts_per_tok", None)
         if isinstance(layer, (nn.Linear, nn.Embedding, _ConvNd)) or experts is None:
             return super().used_share(layer, name)
         if weight.dim() == 3:

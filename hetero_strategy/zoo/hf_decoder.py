@@ -29,7 +29,6 @@ from hetero_strategy.zoo.hf import (
     make_norms_precise,
 )
 from hetero_strategy.zoo.hf_experts import (
-    check_experts,
     expert_parts,
     make_routing,
     routers_that_run,
@@ -84,7 +83,6 @@ class HFCausalLM(HFAdapter, CausalLM):
         self.model = make_model(model_class, config)
         use_packed_attention(self.model)
         use_routed_experts(self.model)
-        check_experts(who, self.model, text)
         make_norms_precise(self.model)
         self.architecture, self.config, self.text = who, self.model.config, text
         self.path, self.layers = _block_list(who, self.model, path, text.num_hidden_layers)
@@ -92,7 +90,7 @@ class HFCausalLM(HFAdapter, CausalLM):
         packing = Packing.of(np.array([2])).to("meta")
         rows = torch.empty(1, 2, text.hidden_size, device="meta")
         overlap = shared_meanwhile(self.model, expert_parts(self.model))
-        with self.measured(), routers_that_run(self.model) as routers, overlap:  # experts, too, without values
+        with self.measured(), routers_that_run(self.model, text) as routers, overlap:  # experts, too
             parts = parts_of(self.base, self.layers, lambda base: self._run(base, rows, packing))
         self.routing = make_routing(who, self.model, routers, text, balance_loss, router_bias_step)
         embedding = _fqn(self.base, self.base.get_input_embeddings())

@@ -7,6 +7,7 @@ of attention does.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model.experts import routed
@@ -31,20 +34,22 @@ def use_routed_experts(model: nn.Module) -> None:
     """Set the registered function in every config of a model that has a field for it, also if it has no experts.
 
     Raises:
-        ModelError: a config asks for an implementation of transformers other than ``"grouped_mm"`` and ``"eager"``,
-            whose results are equal.
+        ModelError: experts have another implementation in their config than ``"grouped_mm"``, which is transformers'
+            default and computed here, too.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(HF_EXPERTS, _experts)
+    for fqn, module in model.named_modules():
+        asked = getattr(getattr(module, "config", None), "_experts_implementation_internal", None)
+        if hasattr(module, "_is_expert_parallel") and asked not in (None, "grouped_mm", HF_EXPERTS):
+            raise ModelError(
+                f"{type(model).__name__}: {fqn} has experts_implementation={asked!r} in its config, but experts run by"
+                " grouped_mm here; leave it out"
+            )
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation_internal"):
-            if config._experts_implementation_internal not in (None, "grouped_mm", "eager", HF_EXPERTS):
-                raise ModelError(
-                    f"{type(model).__name__}: experts_implementation={config._experts_implementation_internal!r} in its"
-                    " config, but rows are routed to experts here; leave it out"
-                )
             config._experts_implementation_internal = HF_EXPERTS
 
 
@@ -55,19 +60,42 @@ def expert_parts(model: nn.Module) -> dict[str, int]:
     return {fqn: part.num_experts for fqn, part in named.items() if counts[fqn] == {part.num_experts}}
 
 
-def check_experts(who: str, model: nn.Module, config: Any) -> None:
-    """Refuse a row that visits more experts than there are."""
-    visits = getattr(config, "num_experts_per_tok", None) or 0
-    for fqn, count in expert_parts(model).items():
-        if visits > count:
-            raise ModelError(f"{who}: num_experts_per_tok={visits}, but {fqn} has {count} experts; lower it")
+class _CheckedChoices(TorchFunctionMode):
+    """A mode that refuses routers that choose no expert or more than there are."""
+
+    def __init__(self, model: nn.Module, config: Any) -> None:
+        super().__init__()
+        self._who, self._config = type(model).__name__, config
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.topk, Tensor.topk):
+            self._check(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _check(self, input: Tensor, k: int, dim: int = -1, **_: Any) -> None:
+        count = input.shape[dim]
+        if count and not 1 <= k <= count:
+            fields = [name for name, value in self._config.to_dict().items() if f"{value}" == f"{k}"]
+            named = " or ".join(name for name in fields if re.search("top_?k|per_tok|moe_k", name)) or "top_k"
+            raise ModelError(
+                f"{self._who}: {named}={k}, but its routers choose from {count}; use a number from 1 to {count}"
+            )
 
 
 @contextmanager
-def routers_that_run(model: nn.Module) -> Iterator[dict[str, str]]:
+def routers_that_run(model: nn.Module, config: Any) -> Iterator[dict[str, str]]:
     """Collect routers that run: modules of which transformers can record ``router_logits``, and that return logits
     ``[T, experts]``, weights and experts of each row. FQN -> the function that made its "logits" if it is no matmul:
     ``"Softmax"``, ``"Sigmoid"``.
+
+    Args:
+        model: a model of transformers on the meta device.
+        config: config of the language model.
+
+    Raises:
+        ModelError: in this context, a router chooses no expert, more than there are, or another number than the config
+            says.
     """
     experts = max(expert_parts(model).values(), default=0)
     recorders = [getattr(type(part), "_can_record_outputs", None) or {} for part in model.modules()]
@@ -78,13 +106,19 @@ def routers_that_run(model: nn.Module) -> Iterator[dict[str, str]]:
 
     def note(fqn: str, router: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if isinstance(output, tuple) and len(output) == 3 and output[0].shape[-1] == experts:
+            asked, visits = getattr(config, "num_experts_per_tok", None), output[2].shape[-1]
+            if isinstance(asked, int) and asked != visits:  # not a list, one for each layer
+                raise ModelError(
+                    f"{type(model).__name__}: num_experts_per_tok={asked}, but {fqn} chooses {visits}; set that"
+                )
             with torch.enable_grad():  # for the graph, on the meta device
                 ran[fqn] = _normalized_by(router.forward(*args, **kwargs)[0])
 
     named = [(fqn, part) for fqn, part in model.named_modules() if isinstance(part, classes)]
     handles = [part.register_forward_hook(partial(note, fqn), with_kwargs=True) for fqn, part in named]
     try:
-        yield ran
+        with _CheckedChoices(model, config):
+            yield ran
     finally:
         for handle in handles:
             handle.remove()
@@ -170,6 +204,8 @@ def _bias_of(model: nn.Module, router: str) -> str | None:
 def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run a transformers module of experts on rows ``[T, width]``, with choices and weights ``[T, k]`` of a router."""
     exchange, meanwhile = (module.__dict__.get(name) for name in ("exchange", "meanwhile"))
+    if top_k_index.is_meta:
+        module.visits = top_k_index.shape[-1]  # for FLOPs
     compute = partial(_compute, module)
     return routed(hidden_states, top_k_index, top_k_weights, module.num_experts, compute, exchange, meanwhile)
 

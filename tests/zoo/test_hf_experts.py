@@ -28,6 +28,7 @@ from hetero_strategy.parallelize.experts import expert_faults
 from hetero_strategy.parallelize.float8 import Float8
 from hetero_strategy.profiling.activations import activations_of
 from hetero_strategy.profiling.stage_memory import features
+from hetero_strategy.testing.families import tiny_family
 from hetero_strategy.zoo.hf import HFAdapter, make_norms_precise
 from hetero_strategy.zoo.hf_causal_lm import HFCausalLM, hf_causal_lm
 from hetero_strategy.zoo.hf_experts import expert_parts
@@ -185,10 +186,21 @@ def test_blocks_with_shared_experts_are_pickled() -> None:
     assert all(one.order == other.order for one, other in zip(*blocks, strict=True))
 
 
-def test_another_implementation_of_experts_is_refused() -> None:
-    config = CONFIG_MAPPING["mixtral"](**TINY["mixtral"], experts_implementation="batched_mm")
-    with pytest.raises(ModelError, match=r"experts_implementation='batched_mm'.*leave it out"):
+@pytest.mark.parametrize("implementation", ["batched_mm", "eager"])
+def test_another_implementation_of_experts_is_refused(implementation: str) -> None:
+    config = CONFIG_MAPPING["mixtral"](**TINY["mixtral"], experts_implementation=implementation)
+    with pytest.raises(ModelError, match=rf"layers.0.mlp.experts has .*='{implementation}' in .*leave it out"):
         HFCausalLM(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+
+
+def test_the_implementation_that_transformers_sets_itself_is_accepted() -> None:
+    """In a config that its own model had, with experts and without."""
+    for model_type in ("mixtral", "qwen3"):
+        config = CONFIG_MAPPING[model_type](**TINY[model_type])
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model_class(config)
+        assert config._experts_implementation in ("grouped_mm", "eager")
+        HFCausalLM(model_class, config)
 
 
 @pytest.mark.parametrize(
@@ -236,9 +248,36 @@ def test_every_layer_of_experts_is_checked() -> None:
     assert "layers.0.mlp.experts to 5 ranks" in fault and "sizes 64, 96" in fault
 
 
-def test_a_row_cannot_visit_more_experts_than_there_are() -> None:
-    with pytest.raises(ModelError, match=r"num_experts_per_tok=7, but .*experts has 6 experts; lower it"):
-        hf_causal_lm(model_type="mixtral", check=False, **SIZES | FAMILIES["mixtral"] | {"num_experts_per_tok": 7})
+@pytest.mark.parametrize("visits", [5, 0, -1])
+@pytest.mark.parametrize("model_type", ["mixtral", "llama4_text", "jetmoe", "aria_text", "deepseek_v3"])
+def test_a_row_visits_one_expert_or_more_and_no_more_than_there_are(model_type: str, visits: int) -> None:
+    """Also experts that are no stacks, and fields of other names."""
+    name = "moe_topk" if model_type == "aria_text" else "num_experts_per_tok"
+    match = rf"{name}={visits}, but its routers choose from 4; use a number from 1 to 4|must be less than or equal"
+    with pytest.raises(ModelError, match=match):
+        hf_causal_lm(model_type=model_type, check=False, **{**tiny_family(model_type), name: visits})
+
+
+def test_groups_of_experts_are_as_many_as_there_are() -> None:
+    with pytest.raises(ModelError, match=r"topk_group=3, but its routers choose from 2; use a number from 1 to 2"):
+        hf_causal_lm(model_type="deepseek_v3", check=False, **tiny_family("deepseek_v3") | {"topk_group": 3})
+
+
+def test_a_number_of_experts_that_a_router_ignores_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"num_experts_per_tok=3, but model.layers.0.mlp.router chooses 2; set that"):
+        hf_causal_lm(model_type="phimoe", check=False, **TINY["phimoe"] | {"num_experts_per_tok": 3})
+
+
+def test_flops_are_of_the_experts_that_a_row_visits_in_each_layer() -> None:
+    """Numbers of experts by layer, as in Hunyuan-A13B, and a field of another name."""
+    fields = tiny_family("hunyuan_v1_moe") | {"num_experts": 4, "moe_topk": [1, 2, 3, 4]}
+    module = hf_causal_lm(model_type="hunyuan_v1_moe", check=False, **fields)
+    assert np.diff(block_linear_flops(module)).tolist() == [2 * 3 * 64 * 96] * 3
+    one, two = (
+        block_linear_flops(hf_causal_lm(model_type="aria_text", check=False, **tiny_family("aria_text"), moe_topk=n))
+        for n in (1, 2)
+    )
+    assert (two > one).all()
 
 
 def test_heads_may_have_a_width_that_the_config_has_no_field_for() -> None:
