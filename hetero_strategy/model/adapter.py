@@ -240,7 +240,7 @@ class Adapter(nn.Module):
         return plan | {f"{self.block_list}.*.{name}": RowwiseParallel() for name in self.tp_rows}
 
     def check_tp(self, tp: int) -> list[str]:
-        """Return faults such as "heads 6 not divisible by tp 4"; empty if the module can be split ``tp`` ways."""
+        """Return faults such as "heads 6 not divisible by tp 4; set tp=3 or 6"; empty if ``tp`` ways are possible."""
         return []
 
     def tp_faults(self, tp: int, ep: int = 1) -> list[str]:
@@ -421,8 +421,3 @@ def linear_flops(module: nn.Module, share: Callable[[nn.Module, str], float] = l
 def block_linear_flops(module: Adapter) -> np.ndarray:
     """Return the :func:`linear_flops` of each block, float64 ``[blocks]``."""
     return module.meta_copy()._linear_flops[1]
-
-
-def divisible(tp: int, **sizes: int) -> list[str]:
-    """Return a fault for each size that ``tp`` does not divide."""
-    return [f"{name.replace('_', ' ')} {size} not divisible by tp {tp}" for name, size in sizes.items() if size % tp]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import gcd
 from typing import Any
 
 import torch
@@ -183,4 +184,21 @@ def _undivided(style: ParallelStyle, name: str, layer: nn.Module, tp: int) -> It
         if isinstance(layer, nn.Linear):
             what = f"{('outputs', 'inputs')[dim]} of {name}"
         if size % tp:
-            yield f"{size} {what} not divisible by tp {tp}"
+            yield f"{size} {what} not divisible by tp {tp}; {_nearest(tp, size)}"
+
+
+def divisible(tp: int, **sizes: int) -> list[str]:
+    """Return a fault for each size that ``tp`` does not divide, with the nearest degrees that divide all sizes."""
+    return [
+        f"{name.replace('_', ' ')} {size} not divisible by tp {tp}; {_nearest(tp, *sizes.values())}"
+        for name, size in sizes.items()
+        if size % tp
+    ]
+
+
+def _nearest(tp: int, *sizes: int) -> str:
+    """Return the fix: the next smaller and the next larger degree that divide all sizes."""
+    common = gcd(*sizes)
+    degrees = [n for n in range(1, common + 1) if common % n == 0]
+    nearest = [*[n for n in degrees if n < tp][-1:], *[n for n in degrees if n > tp][:1]]
+    return f"set tp={' or '.join(map(str, nearest))}"

@@ -21,10 +21,11 @@ from typing_extensions import override
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import DataError, ModelError, check_sizes
-from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
+from hetero_strategy.model.adapter import block_linear_flops, linear_flops
 from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.generator import Generator, GeneratorInputs
 from hetero_strategy.model.inputs import Packing, TargetPatches, host_index, without_waiting
+from hetero_strategy.model.tensor_parallel import divisible
 
 TIME_FEATURES = 64
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,11 +14,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.distributed.tensor.placement_types import _StridedShard
 from typing_extensions import override
 
-from hetero_strategy.model.adapter import divisible
 from hetero_strategy.model.tensor_parallel import (
     LocalWeights,
     SharedColumns,
     begins_columns,
+    divisible,
     ends_columns,
     matches,
     style_of,
@@ -156,11 +156,17 @@ def tensor_parallel_faults(model: Any, tp: int) -> list[str]:
     return list(dict.fromkeys(fault for sizes in attentions for fault in divisible(tp, **sizes)))
 
 
-@lru_cache(maxsize=4)  # many degrees are tried in turn
+_heads_of_models = WeakKeyDictionary[nn.Module, list[dict[str, int]] | None]()
+"""Results of :func:`_attentions`; many degrees are tried in turn."""
+
+
 def _attentions(model: Any) -> list[dict[str, int]] | None:
     """Return the numbers of heads of each attention that transformers' plan divides; None if it has no plan."""
-    plan = tensor_parallel_plan(model, "")
-    return None if plan is None else [_heads(plan, fqn, part) for fqn, part in model.named_modules()]
+    if model not in _heads_of_models:
+        plan = tensor_parallel_plan(model, "")
+        heads = None if plan is None else [_heads(plan, fqn, part) for fqn, part in model.named_modules()]
+        _heads_of_models[model] = heads
+    return _heads_of_models[model]
 
 
 def _heads(plan: Mapping[str, ParallelStyle], fqn: str, attention: Any) -> dict[str, int]:

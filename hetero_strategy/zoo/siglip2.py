@@ -15,11 +15,12 @@ from typing_extensions import override
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import DataError, ModelError, check_sizes, is_whole
-from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
+from hetero_strategy.model.adapter import block_linear_flops, linear_flops
 from hetero_strategy.model.attention import attention_pairs
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
 from hetero_strategy.model.hf_folder import read_processor
 from hetero_strategy.model.inputs import EncoderInputs, ImagePatches, host_index
+from hetero_strategy.model.tensor_parallel import divisible
 from hetero_strategy.zoo.hf import HFAdapter, make_config, make_model
 
 FOLDER = {"mean": "image_mean", "std": "image_std", "resample": "resample"}

@@ -31,11 +31,12 @@ from typing_extensions import override
 from hetero_strategy.errors import ModelError, require
 from hetero_strategy.layout.row_sharding import RowSharding, sharding
 from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.model.adapter import block_linear_flops, divisible, linear_flops
+from hetero_strategy.model.adapter import block_linear_flops, linear_flops
 from hetero_strategy.model.attention import attention_pairs, packed_attention
 from hetero_strategy.model.causal_lm import CausalLM, head_rows_of
 from hetero_strategy.model.hf_folder import HFWeights, read_config
 from hetero_strategy.model.inputs import Packing, SequenceInputs
+from hetero_strategy.model.tensor_parallel import divisible
 from hetero_strategy.model.token_loss import VocabularyParallel
 from hetero_strategy.zoo.hf import check_causal, check_config, check_no_fields, make_config
 

@@ -13,11 +13,12 @@ from typing_extensions import override
 
 from hetero_strategy import ragged
 from hetero_strategy.errors import DataError, ModelError, check_sizes
-from hetero_strategy.model.adapter import block_linear_flops, divisible
+from hetero_strategy.model.adapter import block_linear_flops
 from hetero_strategy.model.attention import attention_pairs
 from hetero_strategy.model.encoder import Backbone, Encoder, Projector
 from hetero_strategy.model.hf_folder import read_config, read_processor
 from hetero_strategy.model.inputs import EncoderInputs, MelFrames, host_index
+from hetero_strategy.model.tensor_parallel import divisible
 from hetero_strategy.zoo.hf import HFAdapter, at_least_one_row, make_config, make_model
 from hetero_strategy.zoo.hf_packed import PackedMask, use_packed_attention
 

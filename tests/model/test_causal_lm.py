@@ -170,7 +170,7 @@ class TestEveryModel:
     def test_tp_faults(self, make):
         model = make()
         assert model.check_tp(2) == []
-        assert model.check_tp(4) == ["kv heads 2 not divisible by tp 4"]
+        assert model.check_tp(4) == ["kv heads 2 not divisible by tp 4; set tp=2"]
         assert any("heads 4" in fault for fault in model.check_tp(3))
 
 

@@ -109,7 +109,8 @@ def test_parts_that_it_names_and_lacks_are_refused(page: dict[str, Any]) -> None
     assert "layout of 'vision': tp=2, but it has no part backbone.layers.*.upp" in text
     assert "the linear layers of its blocks are q, k, v, o, up, down" in text
     text = said(lambda: backbone(width=48), 48, 5)
-    assert "48 outputs of q not divisible by tp 5" in text and "192 inputs of down not divisible by tp 5" in text
+    assert "48 outputs of q not divisible by tp 5; set tp=4 or 6" in text
+    assert "192 inputs of down not divisible by tp 5; set tp=4 or 6" in text
     wrapped = backbone(width=64)
     for layer in wrapped.layers:
         layer.q = nn.Sequential(layer.q)

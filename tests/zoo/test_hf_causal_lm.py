@@ -224,7 +224,7 @@ def test_layouts_that_do_not_fit_are_refused_before_processes_start() -> None:
         (said,) = check("llm", module, ModuleLayout(ranks=4, **degrees).resolved())
         return said
 
-    assert fault("qwen3", tp=4) == "layout of 'llm': kv heads 2 not divisible by tp 4"
+    assert fault("qwen3", tp=4) == "layout of 'llm': kv heads 2 not divisible by tp 4; set tp=2"
     for model_type, kind in (("qwen3_next", "states"), ("llama4_text", "chunks")):
         assert "cp=2, but HFCausalLM is not made for a part of its rows; set cp=1" in fault(model_type, cp=2), kind
 

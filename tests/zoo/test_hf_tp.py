@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -83,13 +85,25 @@ def test_plans_of_families_divide_their_matrices() -> None:
 
 def test_heads_and_widths_that_do_not_divide_are_named() -> None:
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
-    assert faults_of("qwen3", 2, **heads) == ["kv heads 3 not divisible by tp 2"]
-    assert faults_of("qwen3", 4, **heads) == ["heads 6 not divisible by tp 4", "kv heads 3 not divisible by tp 4"]
+    assert faults_of("qwen3", 2, **heads) == ["kv heads 3 not divisible by tp 2; set tp=1 or 3"]
+    assert faults_of("qwen3", 4, **heads) == [
+        "heads 6 not divisible by tp 4; set tp=3",
+        "kv heads 3 not divisible by tp 4; set tp=3",
+    ]
     assert faults_of("olmo2", 3) and not any("heads" in fault for fault in faults_of("olmo2", 3)), "gathered columns"
-    assert "heads 4 not divisible by tp 3" in faults_of("deepseek_v2", 3)
+    assert "heads 4 not divisible by tp 3; set tp=2 or 4" in faults_of("deepseek_v2", 3)
     (width,) = {f for f in faults_of("mixtral", 2, intermediate_size=49) if "gate_up" in f}
-    assert width == "49 numbers in dimension 1 of mlp.experts.gate_up_proj not divisible by tp 2"
+    assert width == "49 numbers in dimension 1 of mlp.experts.gate_up_proj not divisible by tp 2; set tp=1 or 7"
     assert faults_of("gpt_oss", 2) == ["transformers has no plan for GptOssForCausalLM: set tp=1"]
+
+
+def test_numbers_of_heads_keep_no_model_alive() -> None:
+    model = model_of("qwen3")
+    alive = weakref.ref(model)
+    assert tensor_parallel_faults(model, 2) == []
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_layout_of_a_class_without_a_plan_is_refused() -> None:
