@@ -9,6 +9,9 @@ back with gradients.
 Biases are those of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2): they change which experts are chosen, and no weights.
 
 Only real rows count: neither alignment rows nor those of skipped samples, nor the row of an instance without samples.
+
+On ranks the gradient enters through the weights of experts' results, so a layer whose result no loss uses gets none; in
+one process it gets one.
 """
 
 from __future__ import annotations
@@ -318,11 +321,13 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for module in [*_waiting]:
         routing: Any = module.routing
         for number, (router, bias) in enumerate(zip(routing.routers, routing.biases, strict=True)):
-            if not any(id(p) in changed for p in module.get_submodule(router).parameters()):
-                continue
+            parameters = [*module.get_submodule(router).parameters()]
+            steps = any(id(p) in changed for p in parameters)
+            if not steps and any(p.requires_grad for p in parameters):
+                continue  # another optimizer's
             path, _, name = bias.rpartition(".")
             buffer, rows = module.get_submodule(path).get_buffer(name), routing.chosen[number]
-            if not buffer.is_meta:  # else it is another rank's
+            if steps and not buffer.is_meta:  # else it is frozen, or another rank's
                 sign = (rows.sum() - rows * routing.experts).sign()  # of mean - rows, in whole numbers
                 buffer.add_(sign.to(buffer.dtype).view_as(buffer), alpha=routing.bias_step)
             rows.zero_()

@@ -124,7 +124,9 @@ class _Drawing:
         setting = setting.plus(offload=self.offload(setting))
         encoders = [name for name in modules if ITEM_MODULES.get(name) == "encoder"]
         setting = replace(setting, per_item=tuple(name for name in encoders if self.often(0.25)))
-        return replace(setting, unused=tuple(name for name in modules if self.often(0.08)))
+        unused = [name for name in modules if self.often(0.08)]
+        # The balance loss of a block whose rows nobody uses has no gradient here, and one in one process.
+        return replace(setting, unused=tuple(n for n in unused if lm != "balanced" or n in ITEM_MODULES))
 
     def spread(self, setting: Setting) -> Setting:
         """The same with dropout or a balance, and rows of encoders' microbatches."""

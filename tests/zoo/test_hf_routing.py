@@ -184,6 +184,10 @@ def test_frozen_routers_keep_weights_and_biases() -> None:
     note_choices(llm, torch.arange(12).view(3, 4))
     optimizer.step()
     assert all(not llm.get_buffer(bias).any() for bias in llm.routing.biases)
+    for router in llm.routing.routers:
+        llm.get_submodule(router).requires_grad_(True)
+    optimizer.step()  # rows of steps in which they were frozen do not count
+    assert all(not llm.get_buffer(bias).any() for bias in llm.routing.biases)
 
 
 def test_a_layer_that_runs_again_counts_once() -> None:
