@@ -6,8 +6,7 @@ sequence is exact for each of them, and slow where sequences are short.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,6 +16,7 @@ from typing_extensions import override
 
 from hetero_strategy.model.inputs import Packing
 from hetero_strategy.zoo.hf_packed import AttentionCall, PackedMask, packed_rows, rows_now
+from hetero_strategy.zoo.hf_stand_ins import Joined, join
 
 
 def mixers_of(blocks: Sequence[nn.Module], attention: Sequence[Sequence[AttentionCall]]) -> list[list[str]]:
@@ -44,13 +44,12 @@ def mixers_of(blocks: Sequence[nn.Module], attention: Sequence[Sequence[Attentio
 
 def run_each_sequence(block: nn.Module, names: Sequence[str]) -> None:
     """Change a block in place: it takes a ``packing``, and these children run once per sequence of it."""
-    block.__class__ = _joined(TakesPacking, type(block))  # type: ignore[arg-type]
+    join(block, TakesPacking)
     for name in names:
-        child = block.get_submodule(name)
-        child.__class__ = _joined(EachSequence, type(child))  # type: ignore[arg-type]
+        join(block.get_submodule(name), EachSequence)
 
 
-class TakesPacking(nn.Module):
+class TakesPacking(Joined):
     """A block whose mixers find its packing; as an argument, the packing is there in a recomputed forward, too."""
 
     @override
@@ -59,7 +58,7 @@ class TakesPacking(nn.Module):
             return super().forward(*args, **kwargs)
 
 
-class EachSequence(nn.Module):
+class EachSequence(Joined):
     """A mixer of rows ``[1, T, ...]`` that runs on the rows of one sequence at a time, without a mask."""
 
     @override
@@ -77,13 +76,6 @@ class EachSequence(nn.Module):
             results.append(super().forward(*own, **named))
             start += length
         return _end_to_end(results)
-
-
-@cache
-def _joined(first: Hashable, second: Hashable) -> Any:
-    """Return a class of one name for all modules of a class; FSDP makes such classes, too."""
-    bases: Any = (first, second)
-    return type(bases[1].__name__, bases, {"__module__": bases[1].__module__})
 
 
 def _part(value: Any, rows: slice, count: int) -> Any:

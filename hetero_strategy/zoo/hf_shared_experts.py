@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from operator import is_not
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hetero_strategy.zoo.hf_stand_ins import Result, shallow
+from hetero_strategy.zoo.hf_stand_ins import Joined, Result, join, shallow
 
 _SHARED = ("shared_experts", "shared_expert")
 
@@ -32,15 +32,10 @@ class Order:
     shared: tuple[str, bool]
 
 
-class SharedMeanwhile(nn.Module):
+class SharedMeanwhile(Joined):
     """A block whose shared experts run while rows travel, if its experts lie on several ranks."""
 
     order: Order
-
-    @override
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by the family's class, as no module has the joined one."""
-        return _blank, (type(self).__mro__[2],), vars(self)
 
     @override
     def forward(self, hidden_states: Tensor) -> Any:
@@ -90,20 +85,8 @@ def shared_meanwhile(model: nn.Module, experts: dict[str, int]) -> Iterator[None
         for handle in handles:
             handle.remove()
     for block, order in known.items():
-        block.__class__ = _joined(type(block))  # type: ignore[arg-type]
+        join(block, SharedMeanwhile)
         vars(block)["order"] = order
-
-
-@cache
-def _joined(kind: type) -> Any:
-    """Return a class of one name for all blocks of a class; FSDP makes such classes, too."""
-    return type(kind.__name__, (SharedMeanwhile, kind), {"__module__": kind.__module__})
-
-
-def _blank(kind: type) -> Any:
-    """Return a block without its state."""
-    joined = _joined(kind)
-    return joined.__new__(joined)
 
 
 def _note_call(calls: dict[str, Any], name: str, _: nn.Module, args: Any, more: dict[str, Any], result: Any) -> None:

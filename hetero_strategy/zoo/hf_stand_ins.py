@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +14,33 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 _BARE = nn.Module().__dict__
+
+
+class Joined(nn.Module):
+    """A base of classes that :func:`join` puts before classes of transformers."""
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by the two classes, as no module has the joined one."""
+        return _blank, type(self).__bases__, vars(self)
+
+
+def join(module: nn.Module, first: type[Joined]) -> None:
+    """Change a module in place: ``first`` comes before its class."""
+    module.__class__ = _joined(first, type(module))  # type: ignore[arg-type]
+
+
+@cache
+def _joined(first: Hashable, second: Hashable) -> Any:
+    """Return a class of one name for all modules of a class; FSDP makes such classes, too."""
+    bases: Any = (first, second)
+    return type(bases[1].__name__, bases, {"__module__": bases[1].__module__})
+
+
+def _blank(first: type, second: type) -> Any:
+    """Return a module without its state."""
+    kind = _joined(first, second)
+    return kind.__new__(kind)
 
 
 class StandIn(nn.Module):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,9 @@ from hetero_strategy.testing.families import tiny_family
 from hetero_strategy.zoo.hf import HFAdapter, make_norms_precise
 from hetero_strategy.zoo.hf_causal_lm import HFCausalLM, hf_causal_lm
 from hetero_strategy.zoo.hf_experts import expert_parts
+from hetero_strategy.zoo.hf_mixers import EachSequence, TakesPacking
 from hetero_strategy.zoo.hf_shared_experts import SharedMeanwhile
+from hetero_strategy.zoo.hf_stand_ins import Joined
 from tests.model.helpers import ready, tokens
 from tests.zoo.families import TINY
 
@@ -178,12 +182,20 @@ def test_a_mixture_is_that_of_transformers(model_type: str, monkeypatch: pytest.
     assert worst(own, {n: p.grad for n, p in reference.named_parameters()}) < 1e-10
 
 
-def test_blocks_with_shared_experts_are_pickled() -> None:
-    module = hf_causal_lm(model_type="qwen2_moe", check=False, **TINY["qwen2_moe"])
-    again = pickle.loads(pickle.dumps(module))
-    blocks = [[part for part in each.modules() if isinstance(part, SharedMeanwhile)] for each in (module, again)]
-    assert blocks[0] and [type(part) for part in blocks[1]] == [type(part) for part in blocks[0]]
-    assert all(one.order == other.order for one, other in zip(*blocks, strict=True))
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+@pytest.mark.parametrize(
+    ("model_type", "kinds"), [("qwen2_moe", {SharedMeanwhile}), ("jamba", {TakesPacking, EachSequence})]
+)
+def test_blocks_of_joined_classes_are_copied_and_pickled(
+    model_type: str, kinds: set[type], again: Callable[[Any], Any]
+) -> None:
+    module = ready(hf_causal_lm(model_type=model_type, check=False, **tiny_family(model_type)))
+    copied = again(module)
+    parts = [[part for part in each.modules() if isinstance(part, Joined)] for each in (module, copied)]
+    assert {type(part).__bases__[0] for part in parts[0]} == kinds
+    assert [type(part) for part in parts[1]] == [type(part) for part in parts[0]]
+    inputs = tokens([5, 9])
+    assert torch.equal(copied(inputs).loss_sum, module(inputs).loss_sum)
 
 
 @pytest.mark.parametrize("implementation", ["batched_mm", "eager"])
