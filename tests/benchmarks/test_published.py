@@ -75,7 +75,7 @@ def test_speed_ups_of_multimodal_training_are_near_what_is_printed() -> None:
     """
     adapted, as_many = (Result(*row) for row in disttrain(["mllm_15b"]))
     assert 1.7 < as_many.predicted < adapted.predicted < 1.05 * 2.2 and adapted.printed == 2.2
-    assert adapted.error == pytest.approx(abs(adapted.predicted / 2.2 - 1))  # of the nearer end, also inside of the range
+    assert adapted.error == pytest.approx(abs(adapted.predicted / 2.2 - 1))  # of the nearer end, inside of it, too
     balanced, megatron, mfu = (Result(*row) for row in orchmllm(["mllm_84b"]))
     assert 1.4 < balanced.predicted < balanced.printed == 1.9
     assert megatron.predicted > 4.2 and megatron.error < 0.53
