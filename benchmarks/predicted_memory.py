@@ -1,4 +1,4 @@
-"""Peak memory of every rank as the planner predicts it, beside that of real steps, over 38 layouts.
+"""Peak memory of every rank as the planner predicts it, beside that of real steps, over 40 layouts.
 
 Every layout runs on gloo processes: the model is made, two steps with AdamW, then one whose tensors are counted as
 operators make and free them (parameters, optimizer states, gathered weights, gradients, activations, rows on their way,
@@ -107,6 +107,10 @@ SETTINGS = (
     _setting("8 experts, ep 2, bf16", Layout(ROW, ep=2), experts=8, storage=MIXED),
     _setting("8 experts, ep 2, once", Layout(ROW, ep=2), experts=8, storage=MIXED, reshard_after_forward="never"),
     _setting("8 experts, tp 2, ep 4, bf16", Layout(ROW, tp=2, ep=4), experts=8, storage=MIXED),
+    *(
+        _setting(f"8 experts, tp 2, ep {ep}, long", Layout((0, 1), tp=2, ep=ep), experts=8, text=(400, 1200))
+        for ep in (1, 2)
+    ),
     _setting("8 experts, pp 2, ep 2", Layout(ROW, pp=2, ep=2), ALONE, experts=8),
     _setting("8 experts, ep 4, recompute", Layout(ROW, ep=4), experts=8, transforms={"llm": AGAIN}),
 )

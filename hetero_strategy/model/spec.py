@@ -14,11 +14,20 @@ from hetero_strategy.mask import MaskRule
 
 LARGEST_TP = 64
 """Largest degree of tensor parallelism that a spec lists."""
-KEPT = (12.0, 3.0, 2.0)
+KEPT = (12.0, 3.0, 2.0, 0.0)
 """Numbers that a block of unknown layers keeps for its backward, over the width of each row that it takes, by how
 tensor parallelism divides them: inside its columns, divided; rows between them; inputs of columns, which every rank has
-whole. Their sum is that of Korthikanti et al. (arXiv:2205.05198, section 4.1): 34 bytes for numbers of 2 bytes, with
-flash attention."""
+whole; rows on their way to experts and back, which every rank has whole unless ``ep`` divides the experts. Their sum is
+that of Korthikanti et al. (arXiv:2205.05198, section 4.1): 34 bytes for numbers of 2 bytes, with flash attention."""
+
+
+def kept_shares(tp: int, parts: int, ep: int) -> Float64[np.ndarray, "kinds=4"]:
+    """Return the share of each kind of :data:`KEPT` that one of ``tp`` ranks has.
+
+    Args:
+        parts: number of parts of the rows between columns, one for each rank; 1: every rank has all rows.
+    """
+    return np.array([1 / tp, 1 / parts, 1.0, 1 / tp if ep > 1 else 1.0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +108,7 @@ class ModuleSpec:
     """Parameters that both stages share, as ``stored`` counts them in both."""
     tp_compiles: bool = True
     """Whether torch's compiler handles its tensor-parallel layers."""
-    kept: Float64[np.ndarray, "kinds=3"] = field(default_factory=lambda: np.zeros(3))
+    kept: Float64[np.ndarray, "kinds=4"] = field(default_factory=lambda: np.zeros(4))
     """Numbers per row that a block keeps for its backward, by the kinds of :data:`KEPT`; zeros: use :data:`KEPT`."""
     first_blocks: int = 1
     """Number of blocks that the first stage has at least."""
@@ -152,7 +161,7 @@ class ModuleSpec:
         return self.twice * (first == 0 and last == self.blocks)
 
     @property
-    def of_block(self) -> Float64[np.ndarray, "kinds=3"]:
+    def of_block(self) -> Float64[np.ndarray, "kinds=4"]:
         """Return the numbers per row that a block without recompute keeps, by the kinds of :data:`KEPT`."""
         return self.kept if self.kept.any() else np.array(KEPT) * self.width
 

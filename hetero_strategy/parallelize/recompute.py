@@ -122,9 +122,9 @@ class Recompute(SomeBlocks):
         return self.whole
 
     @override
-    def kept(self, numbers: Float64[np.ndarray, "kinds=3"], width: int) -> Float64[np.ndarray, "kinds=3"]:
+    def kept(self, numbers: Float64[np.ndarray, "kinds=4"], width: int) -> Float64[np.ndarray, "kinds=4"]:
         # Results of matmuls and attention are 3 + 1 + 1 + 4 + 1 of 17 numbers, and the input is 1.
-        return numbers * 11 / 17 if self.keeps_matmuls else np.array([0.0, width, 0.0])
+        return numbers * 11 / 17 if self.keeps_matmuls else np.array([0.0, width, 0.0, 0.0])
 
     @override
     def recomputed(self, blocks: int) -> tuple[float, float]:

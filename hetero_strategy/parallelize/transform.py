@@ -123,7 +123,7 @@ class Transform:
         """Return whether a stage keeps nothing but its input from forward until backward."""
         return False
 
-    def kept(self, numbers: Float64[np.ndarray, "kinds=3"], width: int) -> Float64[np.ndarray, "kinds=3"]:
+    def kept(self, numbers: Float64[np.ndarray, "kinds=4"], width: int) -> Float64[np.ndarray, "kinds=4"]:
         """Estimate the numbers per row that a block which it changes keeps on the device for backward.
 
         Args:

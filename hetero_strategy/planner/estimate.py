@@ -15,7 +15,7 @@ from jaxtyping import Float64
 from hetero_strategy import ragged
 from hetero_strategy.layout.spec import ModuleLayout
 from hetero_strategy.layout.split_layers import split
-from hetero_strategy.model.spec import ModelSpec, ModuleSpec
+from hetero_strategy.model.spec import ModelSpec, ModuleSpec, kept_shares
 from hetero_strategy.parallelize.transform import Transform
 from hetero_strategy.parallelize.transforms import key_of, recomputed, way
 from hetero_strategy.plan.step_plan import StepMetadata
@@ -259,7 +259,7 @@ class Estimates:
         sizes, parts = self._sizes[module], degrees.dp * microbatches
         rows = sizes.rows / sizes.units * np.ceil(sizes.units / parts) if sizes.units else 0.0  # of the largest
         transforms = self.options.of(module, degrees.transforms)
-        left = np.array([1 / tp, 1 / shape.row_shardings[tp].parts, 1.0])
+        left = kept_shares(tp, shape.row_shardings[tp].parts, degrees.ep)
         if (key := (module, key_of(transforms.values()))) not in self._saved:
             self._saved[key] = saved(shape, transforms)
         saved_, block = self._saved[key] * left, shape.of_block * left
@@ -387,7 +387,7 @@ def _sizes(spec: ModelSpec, name: str, batches: Sequence[StepMetadata]) -> _Size
     return _Sizes(rows, squares, units, ascending / ascending.mean(), float(counts.var() / counts.mean()))
 
 
-def saved(module: ModuleSpec, transforms: Mapping[str, Transform]) -> Float64[np.ndarray, "kinds=3"]:
+def saved(module: ModuleSpec, transforms: Mapping[str, Transform]) -> Float64[np.ndarray, "kinds=4"]:
     """Return the numbers per row that autograd keeps on the device for the backward of all blocks, by the kinds of
     :data:`hetero_strategy.model.spec.KEPT`. Of the blocks that leave the device one is on its way.
     """

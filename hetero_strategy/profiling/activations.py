@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
@@ -29,7 +30,7 @@ from hetero_strategy.model.inputs import Packing, SequenceInputs, tensors_of
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.model.read_spec import spec_of
 from hetero_strategy.model.spec import KEPT
-from hetero_strategy.model.tensor_parallel import begins_columns, ends_columns, style_of
+from hetero_strategy.model.tensor_parallel import begins_columns, divided_along, ends_columns, style_of
 from hetero_strategy.parallelize.transform import Site, Transform
 from hetero_strategy.parallelize.transforms import choices, label, way
 from hetero_strategy.profiling.allocations import Allocations
@@ -118,7 +119,7 @@ class _Module:
             for each in changes:
                 kept = each.kept(kept, 1)
             if changes:  # the input counts as `later`
-                kept, row = kept * (not moved) - [0.0, not moved, 0.0], self.row * (not moved)
+                kept, row = kept * (not moved) - [0.0, not moved, 0.0, 0.0], self.row * (not moved)
             amounts = [*(flows * kept), numbers, flows * (numbers + 4), flows * (numbers + 13)]
             quantities = np.zeros((max(1, len(self.module.blocks())), len(amounts), len(FEATURES)))
             quantities[:, :, 0] = np.array(amounts) * self.row
@@ -144,14 +145,14 @@ class _Module:
     def _in_context(self, flows: bool) -> Float64[np.ndarray, "quantities context"]:
         """Return the bytes that context parallelism adds for each key while a block runs: it and its gradients."""
         width = self.module.context_width * self.dtype.itemsize
-        return np.array([0, 0, 0, width, 2 * width * flows, 0.0])[:, None]
+        return np.array([0, 0, 0, 0, width, 2 * width * flows, 0.0])[:, None]
 
     def _later(self, fqns: Sequence[str], changes: tuple[Transform, ...]) -> float:
         """Return the additional bytes per row of a block that is not the first of a stage: its input if it needs one,
         less what it shares with earlier blocks, such as tables of positions.
         """
         stages = [self._stage(part, first=False, last=False) for part in (fqns[:1], fqns[:2])]
-        one, two = (sum(self._quantities(stage, True, changes)[:3]) / self.lengths.sum() for stage in stages)
+        one, two = (sum(self._quantities(stage, True, changes)[:-3]) / self.lengths.sum() for stage in stages)
         return float(two - 2 * one)
 
     def _quantities(self, stage: Adapter, flows: bool, changes: tuple[Transform, ...]) -> list[float]:
@@ -179,7 +180,7 @@ class _Module:
             def work(weights: list[Tensor]) -> list[float]:
                 run, trains = partial(stage, inputs, rows, hidden), bool(weights) or flows
                 if any(each.moves for each in changes):  # what has left cannot go backward
-                    return [*_stays(run, counted), 0.0, 0.0, 0.0] if trains else [0.0] * 6
+                    return [*_stays(run, counted), 0.0, 0.0, 0.0] if trains else [0.0] * 7
                 quantities, split = _whole(run, counted, trains), flows and weights and not changes
                 return [*quantities, _halves(run, counted, leaves, weights) if split else quantities[-1]]
 
@@ -202,8 +203,8 @@ class _Module:
             inputs = SequenceInputs(ids, ids, Packing.of(np.array([count])), labelled=ids)
             rows = torch.empty(count, self.module.width, dtype=self.dtype, requires_grad=True)
             work = partial(_whole, partial(stage.score, rows, inputs), counted, True)
-            inside, between, whole, forward, back = _Fake(stage, self.dtype, learns=False).do(lambda _: work())
-        return [inside + between + whole, forward, back]
+            *kept, forward, back = _Fake(stage, self.dtype, learns=False).do(lambda _: work())
+        return [sum(kept), forward, back]
 
 
 class _Fake(nn.Module):
@@ -242,7 +243,7 @@ def _whole(run: Callable[[], Any], counted: _Counted, trains: bool) -> list[floa
         roots = _roots(run())
     forward = counted.most - start
     if not trains:
-        return [0.0, 0.0, 0.0, forward, 0.0]
+        return [0.0] * len(KEPT) + [forward, 0.0]
     kept = counted.by_kind()
     gradients = [root.filled(1.0, torch.device("cpu")) for root in roots]
     own = sum(g.nbytes for g in gradients)
@@ -278,12 +279,17 @@ def _roots(out: Any) -> list[Output]:
 
 
 class _Counted(Allocations):
-    """A count of memory by how tensor parallelism divides it, see :attr:`BlockBytes.kept`."""
+    """A count of memory by the kinds of :data:`KEPT`.
+
+    In experts, products of rows with a divided matrix begin columns, and products of columns with one end them.
+    """
 
     def __init__(self, module: Adapter, stage: nn.Module) -> None:
         super().__init__()
         self._inside: set[int] = set()
         self._whole: set[int] = set()
+        self._of_experts: set[int] = set()
+        self._matrices: set[int] | None = None  # divided ones of the experts that run
         plan = (module.tp_plan() or Adapter.tp_plan(module)) or {}
         self._hooks: list[Any] = []
         for fqn, part in stage.named_modules():
@@ -292,6 +298,9 @@ class _Counted(Allocations):
                 self._hooks.append(part.register_forward_hook(self._columns))
             elif ends_columns(style):
                 self._hooks.append(part.register_forward_hook(self._joined))
+            if fqn in module.experts():
+                self._hooks.append(part.register_forward_pre_hook(partial(self._enter, style)))
+                self._hooks.append(part.register_forward_hook(self._leave))
 
     @override
     def __exit__(self, *raised: Any) -> None:
@@ -305,22 +314,24 @@ class _Counted(Allocations):
         return self.now
 
     def by_kind(self) -> list[float]:
-        """Return the bytes inside columns, between them, and of inputs of columns."""
-        kinds = [0.0, 0.0, 0.0]
+        """Return the bytes of each kind."""
+        kinds, apart = [0.0] * len(KEPT), {0: self._inside, 2: self._whole, 3: self._of_experts}
         for key, size in self._sizes.items():
-            kinds[0 if key in self._inside else 2 if key in self._whole else 1] += size
+            kinds[next((kind for kind, keys in apart.items() if key in keys), 1)] += size
         return kinds
 
     @override
     def _made(self, key: int, given: Iterable[int]) -> None:
-        if not self._inside.isdisjoint(given):
+        if self._inside.isdisjoint(given) != (self._matrices or set()).isdisjoint(given):
             self._inside.add(key)
+        elif self._matrices is not None:
+            self._of_experts.add(key)
 
     @override
     def _freed(self, key: int) -> None:
         super()._freed(key)
-        self._inside.discard(key)
-        self._whole.discard(key)
+        for keys in (self._inside, self._whole, self._of_experts):
+            keys.discard(key)
 
     def _columns(self, part: nn.Module, given: Any, made: Any) -> None:
         self._whole |= _keys(given) - self._inside
@@ -329,6 +340,14 @@ class _Counted(Allocations):
     def _joined(self, part: nn.Module, given: Any, made: Any) -> None:
         self._inside -= _keys(made)
 
+    def _enter(self, style: ParallelStyle | None, part: nn.Module, given: Any) -> None:
+        named = part.named_parameters()
+        self._matrices = _keys([p for name, p in named if divided_along(style, part, name) is not None])
+
+    def _leave(self, part: nn.Module, given: Any, made: Any) -> None:
+        self._matrices = None
+        self._of_experts -= _keys(made)
+
 
 def _keys(values: Any) -> set[int]:
     return {x.untyped_storage()._cdata for x in tree_leaves(values) if isinstance(x, Tensor)}
@@ -336,4 +355,5 @@ def _keys(values: Any) -> set[int]:
 
 def _block_bytes(quantities: Float64[np.ndarray, "blocks quantities features"], later: float) -> BlockBytes:
     """Build :class:`BlockBytes` from quantities in the order of its fields."""
-    return BlockBytes(quantities[:, :3].swapaxes(0, 1), later, *(quantities[:, i] for i in (3, 4, 5)))
+    *kept, forward, backward, halves = quantities.swapaxes(0, 1)
+    return BlockBytes(np.stack(kept), later, forward, backward, halves)

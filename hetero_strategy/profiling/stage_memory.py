@@ -12,7 +12,7 @@ from jaxtyping import Float64, Num
 
 from hetero_strategy import ragged
 from hetero_strategy.layout.spec import ModuleLayout
-from hetero_strategy.model.spec import ModuleSpec
+from hetero_strategy.model.spec import ModuleSpec, kept_shares
 from hetero_strategy.parallelize.gradients import BUCKET_BYTES
 from hetero_strategy.parallelize.transform import Transform
 from hetero_strategy.parallelize.transforms import label, way
@@ -226,7 +226,7 @@ def stage_needs(
         labelled: number of rows with a label, if the stage has a head.
     """
     first, last = blocks
-    on_rank = cache(lambda of: activations.blocks[of].on(layout.tp, parts))
+    on_rank = cache(lambda of: activations.blocks[of].on(layout.tp, parts, layout.ep))
     chosen = [on_rank(label(way(transforms, i))) for i in range(first, last)]
     while_moved = [on_rank(label(way(transforms, i, moved=True))) for i in range(first, last)]
     at_once = any(each.keeps_input_alone for each in transforms.values())
@@ -339,8 +339,8 @@ class BlockBytes:
     """
 
     kept: Float64[np.ndarray, "kinds blocks features"]
-    """Bytes kept from forward until backward, without the block's input, by how tensor parallelism divides them: inside
-    its columns; rows between them; inputs of columns, which every rank has whole."""
+    """Bytes kept from forward until backward, without the block's input, by the kinds of
+    :data:`hetero_strategy.model.spec.KEPT`."""
     later: float
     """Additional bytes per row for a block that is not the first of its stage: its input if it needs one, less what it
     shares with earlier blocks, such as tables of positions."""
@@ -351,12 +351,9 @@ class BlockBytes:
     halves: Float64[np.ndarray, "blocks features"]
     """Bytes held between the two halves of its backward."""
 
-    def on(self, tp: int, parts: int) -> BlockBytes:
-        """Return the bytes on one of ``tp`` ranks, each of which has one of ``parts`` parts of the rows between
-        columns.
-        """
-        left = np.array([1 / tp, 1 / parts, 1.0])
-        kept = self.kept * left[:, None, None]
+    def on(self, tp: int, parts: int, ep: int = 1) -> BlockBytes:
+        """Return the bytes on one rank, see :func:`hetero_strategy.model.spec.kept_shares`."""
+        kept = self.kept * kept_shares(tp, parts, ep)[:, None, None]
         before, after = (x[..., :KEYS].sum(axis=(0, 2)) for x in (self.kept, kept))
         less = np.divide(after, before, out=np.full(len(before), 1 / parts), where=before > 0)[:, None]
         peaks = self.forward * less, self.backward * less, self.halves * less

@@ -78,11 +78,12 @@ def module(blocks: int, *, samplewise: bool) -> ModuleSpec:
 def bytes_of(blocks: int) -> BlockBytes:
     rows = np.zeros((5, blocks, len(FEATURES)))
     rows[:, :, 0] = np.array([INSIDE, BETWEEN, WHOLE, PEAK, 2 * PEAK])[:, None]
-    return BlockBytes(rows[:3], 0.0, rows[3], rows[4], 1.5 * rows[:3].sum(axis=0))
+    kept = np.concatenate([rows[:3], np.zeros_like(rows[:1])])
+    return BlockBytes(kept, 0.0, rows[3], rows[4], 1.5 * rows[:3].sum(axis=0))
 
 
 def activations(blocks: int) -> Activations:
-    zeros, made = np.zeros((3, blocks, len(FEATURES))), bytes_of(blocks)
+    zeros, made = np.zeros((4, blocks, len(FEATURES))), bytes_of(blocks)
     none = BlockBytes(zeros, 4.0 * WIDTH, made.forward, made.backward, zeros[0])
     return Activations({"": bytes_of(blocks), "recompute=all": none}, 4.0 * WIDTH, None, 0.0)
 
@@ -311,7 +312,7 @@ def test_a_stage_recomputed_whole_keeps_nothing_until_a_backward_that_needs_what
 def test_frozen_blocks_need_their_rows_which_none_keeps() -> None:
     """The first block's came from another stage, or it makes them itself."""
     layout, none = ModuleLayout((0,)).resolved("llm"), np.zeros((4, len(FEATURES)))
-    frozen = BlockBytes(np.zeros((3, *none.shape)), 0.0, bytes_of(4).forward, none, none)
+    frozen = BlockBytes(np.zeros((4, *none.shape)), 0.0, bytes_of(4).forward, none, none)
     of, rows = Activations({"": frozen}, 4.0 * WIDTH, None, 0.0), 10 * np.eye(1, len(FEATURES))[None]
     for blocks, between in (((1, 2), 0), ((1, 3), 4 * WIDTH)):
         sizes = stage_bytes(TEXT.modules["llm"], layout, *blocks, True, FP32)
@@ -328,7 +329,7 @@ def test_tensor_parallelism_divides_what_is_inside_its_columns() -> None:
     filled = 2 * ROW_ALIGNMENT  # rows, of which 30 are those of samples
     assert of_kind(split, "activations") == [4 * filled * (INSIDE / 2 + BETWEEN + WHOLE)] * 2
     parts = bytes_of(4).on(2, 2)
-    assert parts.kept[:, 0, 0].tolist() == [INSIDE / 2, BETWEEN / 2, WHOLE]
+    assert parts.kept[:, 0, 0].tolist() == [INSIDE / 2, BETWEEN / 2, WHOLE, 0.0]
 
 
 def test_context_parallelism_divides_rows_but_not_keys_and_shards_parameters() -> None:

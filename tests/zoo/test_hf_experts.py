@@ -105,6 +105,24 @@ def test_predicted_activations_are_those_that_a_run_keeps(model_type: str) -> No
     assert out.requires_grad and predicted == pytest.approx(real, rel=0.02)
 
 
+def test_rows_of_experts_are_apart_from_what_is_inside_their_columns() -> None:
+    """Both kept for each visited expert: a row there and back with the choice's number; products of columns."""
+    small, large = (
+        activations_of(MultimodalModel({"llm": module}).train(), torch.float32, ways={"llm": {"": ()}})["llm"].blocks[
+            ""
+        ]
+        for module in (
+            hf_causal_lm(model_type="mixtral", **SIZES, **FAMILIES["mixtral"] | {"intermediate_size": n})
+            for n in (48, 96)
+        )
+    )
+    inside, _, _, rows = (large.kept - small.kept)[:, 0, 0]
+    assert inside == pytest.approx(VISITS * 4 * 48 * 4) and rows == 0
+    assert small.kept[3, 0, 0] == pytest.approx(VISITS * (2 * WIDTH * 4 + 8))
+    for ep, share in ((1, 1), (4, 0.5)):
+        assert (small.on(2, 1, ep).kept[3] == share * small.kept[3]).all()
+
+
 def test_a_loop_over_experts_is_predicted_by_the_formula() -> None:
     module = hf_causal_lm(model_type="mixtral", **SIZES, **FAMILIES["mixtral"])
     module.model.config._experts_implementation = "eager"
