@@ -74,6 +74,9 @@ class Adapter(nn.Module):
     context_width: int = 0
     """Numbers per row, keys and values, that each block sends to context-parallel ranks that lack them; 0: plans count
     none."""
+    query_width: int = 0
+    """Numbers per row of a block's queries, heads times their width, as many as its attention returns; 0:
+    ``hidden_width``."""
     attention_heads: int = 0
     """Greatest common divisor of the blocks' numbers of heads, which context-parallel ranks divide; 0: unknown."""
     compiled_by: str | None = None

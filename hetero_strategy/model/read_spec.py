@@ -72,6 +72,7 @@ def spec_of_module(module: Adapter) -> ModuleSpec:
         first_blocks=module.first_blocks,
         runs_vary=module.runs_vary,
         keys=module.context_width * (module.context_parallel and getattr(module, "before", None) is None),
+        queries=module.query_width,
         rules=_rules(module, len(stages)),
         own_units=module.kind.has_own_units,
         experts=_experts(stages, module) if module.experts() else None,

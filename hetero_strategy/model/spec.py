@@ -116,6 +116,8 @@ class ModuleSpec:
     """Whether its blocks run more than once in some microbatches, see :attr:`Adapter.runs_vary`."""
     keys: int = 0
     """Numbers per row that a block sends to context-parallel ranks, see :attr:`Adapter.context_width`."""
+    queries: int = 0
+    """Numbers per row of a block's queries, see :attr:`Adapter.query_width`; 0: ``width``."""
     rules: tuple[tuple[MaskRule, Int64[np.ndarray, "blocks"]], ...] = ()
     """Rules by which rows of samples see each other, and the number of attentions in each block that follow them. Empty
     for items, whose rows see all of it. :class:`hetero_strategy.plan.masks.AttentionRules` applies them to samples."""

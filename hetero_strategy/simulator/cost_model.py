@@ -335,7 +335,8 @@ def rank_collectives(
     )
     times = TP_COLLECTIVES / len(kinds)
     # Queries, keys and values go, and results come back. Each head has keys of its own if less is known.
-    numbers = 0.0 if sends_keys(shape, layout) else 2.0 * shape.width + (shape.keys or 2 * shape.width)
+    queries = shape.queries or shape.width
+    numbers = 0.0 if sends_keys(shape, layout) else 2.0 * queries + (shape.keys or 2 * queries)
 
     def took(rows: int) -> tuple[float, float]:
         size = rows * precision.compute * shape.width / cp

@@ -112,6 +112,7 @@ class HFCausalLM(HFAdapter, CausalLM):
             super().attend_by("causal")  # so that plans and loaders know the windows
         self.context_parallel = all(parts.attention) and not self.ruleless
         self.context_width = max((call.context_width for call in calls), default=0)
+        self.query_width = max((call.heads * call.key_width for call in calls), default=0)
         self.attention_heads = gcd(*(call.heads for call in calls))
         self.width = self.hidden_width = text.hidden_size
         self.vocab_size, self.head_rows = text.vocab_size, head_rows_of(text.vocab_size)

@@ -172,6 +172,8 @@ def test_ranks_of_heads_exchange_rows_and_no_keys() -> None:
     travel = Line(2 * 2 * 0.5, 2 * (2 * 4 + 6) * 2 / 2 / 2 / 64.0, 0.0)
     assert stage.keys is None and stage.forward == pytest.approx(plain.forward.plus(travel))
     assert stage.input == pytest.approx(plain.input.plus(travel))
+    (wide,) = times(shape(keys=6, queries=8), 2, cp=2, form="heads")
+    assert wide.forward.per_row - stage.forward.per_row == pytest.approx(2 * 2 * (8 - 4) * 2 / 2 / 2 / 64.0)
     slow = replace(CLUSTER, collectives={"all-gather": Links(2 * 0.5, 64.0 / 2)})
     assert slow.exchange(8.0, 2) == 2 * CLUSTER.exchange(8.0, 2)
 

@@ -23,7 +23,7 @@ from hetero_strategy.errors import LayoutError, ModelError
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.model import MultimodalModel
 from hetero_strategy.model.adapter import block_linear_flops
-from hetero_strategy.model.read_spec import trained_share
+from hetero_strategy.model.read_spec import spec_of_module, trained_share
 from hetero_strategy.model.spec import KEPT
 from hetero_strategy.parallelize.apply import check, check_all
 from hetero_strategy.parallelize.experts import expert_faults
@@ -71,6 +71,11 @@ def test_flops_of_a_block_are_those_of_the_experts_that_a_row_visits(model_type:
     experts = VISITS * 3 * WIDTH * 48
     counted = 2 * (attention + EXPERTS * WIDTH + experts)
     assert block_linear_flops(Whole(model_type)).tolist() == [counted, counted]
+
+
+def test_queries_have_the_width_of_their_heads() -> None:
+    module = hf_causal_lm(model_type="qwen3_moe", **SIZES, **FAMILIES["qwen3_moe"] | {"head_dim": 24})
+    assert spec_of_module(module).queries == HEADS * 24 != WIDTH
 
 
 def test_share_that_trains_counts_experts_as_often_as_a_row_visits_them() -> None:
