@@ -96,6 +96,12 @@ def shard_experts(
 
 def expert_faults(module: Adapter, layout: ModuleLayout) -> Iterator[str]:
     """Yield why a module's experts cannot be divided as its layout says."""
+    adapted = [fqn for fqn, _ in module.named_modules() if fqn.endswith("experts.base_layer")]  # peft's name
+    if adapted and layout.tp * layout.ep > 1:
+        yield (
+            f"ep={layout.ep} and tp={layout.tp} divide {adapted[0]}, but not the adapters of its experts; set ep=1 and"
+            " tp=1, or leave experts out of target_parameters and target_modules"
+        )
     if layout.ep == 1:
         return
     if not module.experts():

@@ -272,6 +272,27 @@ def test_a_layout_that_divides_experts_by_expert_need_not_divide_their_columns()
     assert not check("llm", module, ModuleLayout(2, tp=2, ep=2).resolved())
 
 
+@pytest.mark.parametrize(
+    ("model_type", "block", "degrees", "words"),
+    [
+        ("mixtral", "layers.1.mlp", {"ep": 2}, "ep=2 and tp=1"),
+        ("mixtral", "layers.1.mlp", {"tp": 2}, "ep=1 and tp=2"),
+        ("llama4_text", "layers.0.feed_forward", {"tp": 2}, "ep=1 and tp=2"),
+    ],
+)
+def test_adapters_around_experts_are_refused_where_experts_are_divided(
+    model_type: str, block: str, degrees: dict[str, int], words: str
+) -> None:
+    """As peft puts them there, in the place of the experts."""
+    module = hf_causal_lm(model_type=model_type, check=False, **TINY[model_type])
+    owner: Any = module.get_submodule(f"model.model.{block}")
+    owner.experts = nn.ModuleDict({"lora_A": nn.Linear(4, 4), "base_layer": owner.experts})
+    assert not check("llm", module, ModuleLayout(2).resolved())
+    (fault,) = check("llm", module, ModuleLayout(2, **degrees).resolved())
+    assert f"{words} divide model.model.{block}.experts.base_layer, but not the adapters of its" in fault
+    assert "set ep=1 and tp=1, or leave experts out of target_parameters" in fault
+
+
 def test_every_layer_of_experts_is_checked() -> None:
     """The first has matrices of another size, which five ranks cannot divide."""
     module = Whole("mixtral").double()
