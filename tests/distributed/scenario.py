@@ -22,6 +22,7 @@ from hetero_strategy.testing import gradients_of, relative_errors
 from hetero_strategy.zoo import hf_causal_lm, hf_llama, hf_qwen3, siglip2_encoder, titan_llama, whisper_encoder
 from recipes.digits import write_digits
 from tests.distributed.damage import damaged
+from tests.distributed.stepping import LANGUAGE_MODELS
 from tests.small_models import READING
 
 WIDTH = 32
@@ -72,7 +73,8 @@ def language_model(kind: str, vocabulary: int) -> Any:
         )
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     mixture = partial(hf_causal_lm, model_type="qwen3_moe", **experts)
-    make: Any = {"hf_llama": hf_llama, "hf_qwen3": hf_qwen3, "mixture": mixture}[kind]
+    biased = partial(LANGUAGE_MODELS["biased"], tie_word_embeddings=False)
+    make: Any = {"hf_llama": hf_llama, "hf_qwen3": hf_qwen3, "mixture": mixture, "biased": biased}[kind]
     return make(
         vocab_size=vocabulary,
         hidden_size=WIDTH,

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from hetero_strategy.checkpoint import Checkpointer, load
 from hetero_strategy.loading.steps import RankView
 from hetero_strategy.model.routing import StepRouting, Tally, note_choices
 from hetero_strategy.parallelize.optimizer import choose_kernels
+from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.testing import Pool
 from tests.distributed.exact import on, setting_of
+from tests.distributed.probe import PIPELINED, Case, Probe, ranked
+from tests.distributed.scenario import Job
 from tests.distributed.stepping import OnRank, Setting, _model, fp64, steps_of
 
 STEPS, BIAS = 5, "model.llm.model.model.layers.0.mlp.e_score_correction_bias"
@@ -123,3 +127,105 @@ def test_a_rank_left_out_of_the_balance_is_noticed(pool: Pool, folders: dict[boo
     wanted = alone(setting(folders, "dp 2"))
     ((steps, _), *_) = pool.run(4, on_rank, [setting(folders, "dp 2")], str(tmp_path), True, timeout=200)
     assert abs(steps.losses[0] / wanted.losses[0] - 1) > 1e-2
+
+
+@dataclass
+class Noted:
+    """One batch of a Trainer's run."""
+
+    rows: Tensor
+    """int64 ``[layers, experts]``."""
+    losses: tuple[float, float]
+    """The whole loss, and that on balance."""
+    biases: dict[str, Tensor]
+    """Biases that this rank has, after the batch, by name."""
+    waiting: int
+    """Rows that no optimizer step has used yet."""
+
+
+class Fitted(Probe):
+    """Notes each batch; of two optimizers by hand, that of routers steps after every second one."""
+
+    def __init__(self, case: Case, vocabulary: int) -> None:
+        super().__init__(case, vocabulary)
+        self.automatic_optimization, self.noted = case.optimizer != "two", list[Noted]()
+
+    def configure_optimizers(self) -> Any:
+        parts: dict[bool, list[Any]] = {False: [], True: []}
+        for name, p in self.named_parameters():
+            parts[not self.automatic_optimization and name.endswith("gate.weight")].append(p)
+        return [torch.optim.SGD(part, 0.1) for part in parts.values() if part]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.model(batch)
+        losses = float(out.loss.detach()), float(out.balance_losses["llm"])
+        self.noted.append(Noted(out.expert_rows["llm"], losses, {}, 0))
+        if not self.automatic_optimization:
+            others, routers = self.optimizers()
+            others.zero_grad()
+            self.manual_backward(out.loss)
+            others.step()
+            if batch_idx % 2:
+                routers.step()
+                routers.zero_grad()
+        return out.loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        found = {name: buffer.clone() for name, buffer in self.named_buffers() if not buffer.is_meta}
+        self.noted[-1].biases = {name: bias for name, bias in found.items() if name.endswith("_bias")}
+        self.noted[-1].waiting = int(self.model.llm.routing.chosen.sum())
+
+
+def fitted(case: Case) -> list[Noted]:
+    trainer, lit, data = ranked(case)
+    data.balance = BalanceConfig.of("none")  # the same samples share a microbatch on any number of instances
+    trainer.fit(lit, data, ckpt_path=case.load)
+    assert isinstance(lit, Fitted)
+    return lit.noted
+
+
+def fitted_on_rank(rank: int, world: int, cases: list[Case]) -> list[list[Noted]]:
+    return [fitted(case) for case in cases]
+
+
+def changes(steps: list[Noted]) -> list[bool]:
+    """Whether a batch changes biases, which are 0 at first."""
+    before = [{name: torch.zeros_like(bias) for name, bias in steps[0].biases.items()}]
+    before += [step.biases for step in steps[:-1]]
+    return [
+        any(not torch.equal(bias, old[name]) for name, bias in step.biases.items())
+        for old, step in zip(before, steps, strict=True)
+    ]
+
+
+def test_biases_change_once_in_each_step_of_their_optimizer(pool: Pool, scenario_data: Path, tmp_path: Path) -> None:
+    """Rows of all batches since the step before change them. None waits then, so a checkpoint of a step loses none."""
+    job = Job(str(scenario_data), None, -1, 8, precision="64-true", lm="biased", capture=False, shuffle=False)
+    windows = Case(job, lit=Fitted, trainer={"accumulate_grad_batches": 2, "limit_train_batches": 3, "max_epochs": 2})
+    two = Case(job, lit=Fitted, optimizer="two", trainer={"limit_train_batches": 4, "max_epochs": 1})
+    wanted = [fitted(windows), fitted(two)]
+    (large,) = fitted(Case(replace(job, batch=16, steps=1), lit=Fitted))
+    for steps, stepped in zip(wanted, ([1, 2, 4, 5], [1, 3]), strict=True):
+        assert changes(steps) == [number in stepped for number in range(len(steps))]
+        assert [not step.waiting for step in steps] == changes(steps)
+        assert steps[0].waiting == steps[0].rows.sum()
+    first, second, *_ = wanted[0]
+    assert torch.equal(first.rows + second.rows, large.rows)
+    assert all(torch.equal(bias, second.biases[name]) for name, bias in large.biases.items())
+    experts: dict[str, Any] = {"vision": on(0), "audio": on(1), "llm": on(0, 1, ep=2)}
+    cases = []
+    for folder, layouts in ((tmp_path / "ep", experts), (tmp_path / "pp", PIPELINED)):
+        saving = {"callbacks": [ModelCheckpoint(folder, "saved", every_n_train_steps=3)], "enable_checkpointing": True}
+        saved = replace(windows, layouts=layouts, trainer=windows.trainer | saving)
+        resumed = replace(windows, layouts=layouts, load=str(folder / "saved.ckpt"))
+        cases += [saved, resumed, replace(two, layouts=layouts)]
+    for runs in pool.run(2, fitted_on_rank, cases, timeout=200, group=False):
+        for number, steps in enumerate(runs):
+            whole = [wanted[0], wanted[0][5:], wanted[1]][number % 3]
+            assert len(steps) == len(whole)
+            for step, one in zip(steps, whole, strict=True):
+                assert torch.equal(step.rows, one.rows) and step.waiting == one.waiting
+                assert step.losses[0] == pytest.approx(one.losses[0], rel=1e-11)  # routers compute in fp32
+                assert step.losses[1] == pytest.approx(one.losses[1], rel=1e-12)
+                assert step.biases and all(torch.equal(bias, one.biases[name]) for name, bias in step.biases.items())
+        assert [{*steps[0].biases} == {*wanted[0][0].biases} for steps in runs] == [True] * 3 + [False] * 3
