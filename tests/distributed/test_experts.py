@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,12 +23,14 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers import AutoConfig, AutoModelForCausalLM
 from typing_extensions import override
 
-from hetero_strategy.checkpoint import Checkpointer, load
+from hetero_strategy.checkpoint import EXPORT_KEY, Checkpointer, export, load
+from hetero_strategy.checkpoint.exporting import export_record
 from hetero_strategy.layout import ModuleLayout
 from hetero_strategy.layout.registry import GroupRegistry
 from hetero_strategy.layout.spec import place
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.experts import Exchange, kept_routes, routed
+from hetero_strategy.model.hf_folder import SINGLE
 from hetero_strategy.model.inputs import SequenceInputs
 from hetero_strategy.parallelize import experts, fsdp
 from hetero_strategy.parallelize.apply import parallelize
@@ -417,7 +420,7 @@ def composite_on_rank(rank: int, world: int, folder: str) -> list[Any]:
 
 def test_the_language_model_of_a_composite(pool: Pool, tmp_path: Path) -> None:
     """Its experts are transposed in the folder."""
-    built(tiny("qwen3_vl_moe")).save_pretrained(tmp_path)
+    folder_of("qwen3_vl_moe", 4, tmp_path)
     assert worst([results[0] for results in pool.run(2, composite_on_rank, str(tmp_path), timeout=60)]) < 1e-5
 
 
@@ -428,57 +431,85 @@ MIXTURE = {
 }  # fmt: skip
 
 
-def in_place(rank: int, world: int, ep: int, folder: str | None, count: int) -> dict[str, Tensor]:
-    """A mixture in place on this rank, of a folder, with values of its own, or without: names -> parameters."""
-    module = (
-        hf_causal_lm(checkpoint=folder, check=False)
-        if folder
-        else hf_causal_lm(check=False, **MIXTURE | {"num_experts": count})
-    )
+FAMILIES = ("qwen3_moe", "mixtral", "qwen3_vl_moe")
+
+
+def folder_of(family: str, count: int, folder: Path) -> Any:
+    """A model of transformers, and its folder, where a composite's experts are transposed, as published."""
+    if family != "qwen3_vl_moe":
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**MIXTURE | {"model_type": family, "num_experts": count})
+        )
+        model.save_pretrained(folder)
+        return model
+    config = tiny(family)
+    config.text_config.num_experts, config.text_config.moe_intermediate_size = count, 24
+    model = built(config)
+    model.save_pretrained(folder)
+    stored = load_file(folder / SINGLE)
+    save_file({n: t.mT.contiguous() if ".experts." in n else t for n, t in stored.items()}, folder / SINGLE)
+    return model
+
+
+def in_place(rank: int, world: int, ep: int, folder: Path) -> Adapter:
+    """The language model of a folder, in place on this rank."""
+    part = "llm" if folder.name == "qwen3_vl_moe" else None
+    module = hf_causal_lm(checkpoint=folder, check=False, part=part)
     layout = ModuleLayout(world, ep=ep).resolved()
     registry = GroupRegistry(place({"m": layout}, world), [], "cpu")
     cpu, meshes = torch.device("cpu"), (registry.mesh("m"), registry.experts("m"))
     parallelize("m", module, layout, meshes[0], cpu, seed=3, experts=meshes[1])
-    return {f"model.m.{name}": parameter.detach() for name, parameter in module.named_parameters()}
+    return module
 
 
-def loaded_and_saved(rank: int, world: int, ep: int, source: str, target: str, hf: bool, count: int) -> Any:
-    """Load a folder of transformers or a checkpoint, save it with moments that are squares of the parameters, and
-    return the whole tensors and the bytes read.
+def loaded_and_saved(rank: int, world: int, ep: int, folder: Path, source: Path | None, target: Path) -> Any:
+    """Load a folder of transformers and double it, or load a checkpoint of it. Save it with moments that are squares of
+    the parameters, and return the whole tensors, the bytes read of the folder, and those of experts here.
     """
     with reads() as found:
-        tensors = in_place(rank, world, ep, source if hf else None, count)
+        module = in_place(rank, world, ep, folder)
+    tensors = {f"model.m.{name}": parameter.detach() for name, parameter in module.named_parameters()}
     held = sum(local(t).nbytes for name, t in tensors.items() if ".experts." in name)
+    for tensor in tensors.values():
+        local(tensor).mul_(0 if source else 2)
     tensors |= {f"optimizer.{name}": t.square() for name, t in tensors.items()}
-    if not hf:
-        for tensor in tensors.values():
-            local(tensor).zero_()
-        assert not load(tensors, source).missing
-    Checkpointer().save(tensors, {}, target)
+    assert source is None or not load(tensors, source).missing
+    Checkpointer().save(tensors, {EXPORT_KEY: export_record({"m.": module})}, target)
     full = {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in tensors.items()}
     return full if rank == 0 else None, sum(found), held
 
 
+def all_loaded_and_saved(rank: int, world: int, ep: int, given: list[tuple[Path, Path | None, Path]]) -> list[Any]:
+    return [loaded_and_saved(rank, world, ep, *paths) for paths in given]
+
+
 @pytest.mark.parametrize(("count", "degrees"), [(8, (4, 1, 2)), (6, (2, 2))])
-def test_a_folder_is_read_in_parts_and_resumed_with_other_degrees(
+def test_folders_are_read_in_parts_resumed_with_other_degrees_and_exported(
     pool: Pool, tmp_path: Path, count: int, degrees: tuple[int, ...]
 ) -> None:
-    """transformers' folder -> ep 4 -> ep 1 -> ep 2, bit by bit; each rank reads its experts and the rest alone. Two
-    ranks share three experts by columns.
+    """transformers' folder -> ep 4 -> ep 1 -> ep 2 -> folder, bit by bit; each rank reads its experts and the rest
+    alone. Two ranks share three experts by columns.
     """
-    config = AutoConfig.for_model(**MIXTURE | {"num_experts": count})
-    original = AutoModelForCausalLM.from_config(config)
-    original.save_pretrained(tmp_path / "hf")
-    expected = {f"model.m.model.{name}": p.detach() for name, p in original.named_parameters()}
-    experts = sum(p.nbytes for name, p in expected.items() if ".experts." in name)
-    rest = sum(p.nbytes for p in expected.values()) - experts
-    expected |= {f"optimizer.{name}": p.square() for name, p in expected.items()}
-    source = str(tmp_path / "hf")
-    for turn, ep in enumerate(degrees):
-        target = str(tmp_path / str(turn))
-        found = pool.run(4, loaded_and_saved, ep, source, target, turn == 0, count, timeout=60)
-        assert all(torch.equal(value, expected[name]) for name, value in found[0][0].items())
-        assert found[0][0].keys() == expected.keys()
-        for _, read, held in found:
-            assert held == experts // 4 and (turn or 0 < read <= experts // 4 + rest)
-        source = target
+    models = {family: folder_of(family, count, tmp_path / family) for family in FAMILIES}
+    sources: list[Path | None] = [None, *(tmp_path / str(turn) for turn in range(len(degrees)))]
+    for ep, source, target in zip(degrees, sources[:-1], sources[1:], strict=True):
+        given = [(tmp_path / of, source and source / of, target / of) for of in FAMILIES]
+        found = pool.run(4, all_loaded_and_saved, ep, given, timeout=120)
+        for family, *ranks in zip(FAMILIES, *found, strict=True):
+            trained = [(name, p.detach()) for name, p in models[family].named_parameters() if ".visual." not in name]
+            expected = {f"model.m.model.{name}": 2 * p for name, p in trained}
+            experts = sum(p.nbytes for name, p in trained if ".experts." in name)
+            rest = sum(p.nbytes for _, p in trained) - experts
+            expected |= {f"optimizer.{name}": p.square() for name, p in expected.items()}
+            whole = ranks[0][0]
+            assert whole.keys() == expected.keys()
+            assert all(torch.equal(value, expected[name]) for name, value in whole.items())
+            for _, read, held in ranks:
+                assert held == experts // 4 and 0 < read <= experts // 4 + rest
+    for family, model in models.items():
+        export(target / family, tmp_path / "out" / family, whole=True)
+        origin, out = (load_file(folder / family / SINGLE) for folder in (tmp_path, tmp_path / "out"))
+        assert {name: tensor.shape for name, tensor in out.items()} == {n: tensor.shape for n, tensor in origin.items()}
+        again = type(model).from_pretrained(tmp_path / "out" / family).state_dict()
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(again[name], tensor if ".visual." in name else 2 * tensor), name
