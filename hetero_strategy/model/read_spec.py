@@ -17,7 +17,7 @@ from hetero_strategy.model.attention import attention_pairs
 from hetero_strategy.model.causal_lm import CausalLM
 from hetero_strategy.model.multimodal import MultimodalModel
 from hetero_strategy.model.spec import LARGEST_TP, Experts, ModelSpec, ModuleSpec
-from hetero_strategy.model.tensor_parallel import divided_along, style_of
+from hetero_strategy.model.tensor_parallel import Plan, divided_along, style_of
 
 Share = Callable[[nn.Module, str], float]
 RESIDUAL_MOVES = 4
@@ -44,9 +44,10 @@ def spec_of_module(module: Adapter) -> ModuleSpec:
     cut = blocks if module.can_be_cut else []
     per_row, per_pair = flops_by_length(module, [1] * len(cut) or [len(blocks)])
     stages = [module.stage([f], first=i == 0, last=i == len(cut) - 1) for i, f in enumerate(cut)] or [module]
-    stored, whole = np.stack([_stored(s, module) for s in stages]), _stored(module, module)
+    plan = module.tp_plan()
+    stored, whole = np.stack([_stored(s, plan) for s in stages]), _stored(module, plan)
     tied = module.tied_weight() is not None
-    largest = LARGEST_TP if module.tp_plan() is not None else 1
+    largest = LARGEST_TP if plan is not None else 1
     degrees = [1, *(n for n in range(2, largest + 1) if not module.tp_faults(n))]
     return ModuleSpec(
         per_row=per_row,
@@ -75,7 +76,7 @@ def spec_of_module(module: Adapter) -> ModuleSpec:
         queries=module.query_width,
         rules=_rules(module, len(stages)),
         own_units=module.kind.has_own_units,
-        experts=_experts(stages, module) if module.experts() else None,
+        experts=_experts(stages, module, plan) if module.experts() else None,
         balanced=0 if module.routing is None else module.routing.experts * bool(module.routing.balance),
     )
 
@@ -196,12 +197,12 @@ def _moved(module: Adapter, stages: Sequence[nn.Module], blocks: Sequence[nn.Mod
     return moved
 
 
-def _experts(stages: Sequence[Adapter], module: Adapter) -> Experts:
+def _experts(stages: Sequence[Adapter], module: Adapter, plan: Plan | None) -> Experts:
     """Count the sizes of a module's routed experts in stages of one block."""
     parts = [[stage.get_submodule(fqn) for fqn in stage.experts()] for stage in stages]
     visits = [[max((n for *_, n in _stacks(module, part)), default=0.0) for part in own] for own in parts]
     return Experts(
-        stored=np.stack([_stored(stage, module, stage.experts())[0] for stage in stages]),
+        stored=np.stack([_stored(stage, plan, stage.experts())[0] for stage in stages]),
         largest=np.array([_largest(p for part in own for p in part.parameters()) for own in parts], np.int64),
         per_row=np.array([sum(linear_flops(part, module.used_share) for part in own) for own in parts], np.float64),
         sent=np.array([module.hidden_width * sum(own) for own in visits], np.float64),
@@ -220,10 +221,11 @@ def _besides_experts(stage: Adapter) -> Iterator[nn.Parameter]:
 
 
 def _stored(
-    stage: Adapter, module: Adapter, layers: Collection[str] | None = None
+    stage: Adapter, plan: Plan | None, layers: Collection[str] | None = None
 ) -> Int64[np.ndarray, "units=2 trains=2 divided=2"]:
-    """Count the parameters of a stage of one block, or of some of its layers, as :attr:`ModuleSpec.stored` does."""
-    plan = module.tp_plan()
+    """Count the parameters of a stage of one block, or of some of its layers, as :attr:`ModuleSpec.stored` does; the
+    plan of tensor parallelism is its module's.
+    """
     counts = np.zeros((2, 2, 2), np.int64)
     blocks = tuple(f"{fqn}." for fqn in stage.blocks())
     for fqn, parameter in stage.named_parameters():
