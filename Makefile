@@ -10,6 +10,9 @@ WORKERS ?= 2
 INSTALLED := $(VENV)/.installed
 SPREAD := --numprocesses $(WORKERS) --dist worksteal
 
+# Python keeps what it compiles, also where the environment says no: else each process compiles torch and the rest anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-all test-perf lint format docs clean
 
