@@ -69,6 +69,7 @@ def test_draws_are_their_numbers_and_cover_everything(data: dict[bool, Data]) ->
     assert {s.lm for s in drawn} == {"titan", "hf_llama", "hf_qwen3", *MIXTURES}
     assert {s.tied for s in drawn} == {True, False}
     assert any("llm.router" in s.freeze for s in drawn)
+    assert not any({"llm", "caption"} & {*s.unused} for s in drawn if s.lm == "balanced")
     assert {layout.get("ep", 1) for s in drawn for layout in s.layouts.values()} == {1, 2, 4}
     assert {s.reshard_after_forward for s in drawn} == {"auto", "never", "always"}
     layouts = [layout for s in drawn for layout in s.layouts.values()]
