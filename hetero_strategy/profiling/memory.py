@@ -36,7 +36,7 @@ from hetero_strategy.profiling.stage_memory import (
 from hetero_strategy.runtime.connect import message_buffers, module_groups
 from hetero_strategy.runtime.payload import AHEAD
 from hetero_strategy.schedule.action import Schedule, StageGraph, StageId
-from hetero_strategy.simulator.cost_model import MIXED, Precision
+from hetero_strategy.simulator.cost_model import MIXED, Precision, sends_keys
 
 KINDS = ("masters", "optimizer", "gathered", "gradients", "activations", "rows", "moment", "payload", "reserved")
 """Purposes of bytes. rows: at the edges of stages, from arrival or creation until the last use. moment: needed only
@@ -180,7 +180,7 @@ class MemoryModel:
         needs = {}
         for name in graph.pipelines:
             assignments, layout = plan.assignments[name], layouts[name]
-            rows = np.stack([self._given(a, layout.cp) for a in assignments])
+            rows = np.stack([self._given(a, name, layout) for a in assignments])
             labels = plan.metadata.labels if self.shape.modules[name].samplewise else None
             for nodes in graph.chains[name]:
                 stage = graph.stages[nodes[0]]
@@ -197,12 +197,14 @@ class MemoryModel:
                     )  # fmt: skip
         return needs
 
-    def _given(self, assignment: Assignment, cp: int) -> Float64[np.ndarray, "instances features"]:
-        """Return the features of every instance's packing, on a rank."""
-        if cp == 1:
-            return features(assignment.totals(inner=True))
+    def _given(
+        self, assignment: Assignment, name: str, layout: ModuleLayout
+    ) -> Float64[np.ndarray, "instances features"]:
+        """Return the features of every instance's packing, on a rank; those that exchange heads get no keys."""
+        if not sends_keys(self.shape.modules[name], layout):
+            return features(assignment.totals(inner=True) / layout.cp)
         instances = range(len(assignment.offsets) - 1)
-        return np.stack([features_in_context(assignment.inner_rows_of(i), cp) for i in instances])
+        return np.stack([features_in_context(assignment.inner_rows_of(i), layout.cp) for i in instances])
 
     def _payload(self, plan: StepPlan, schedule: Schedule, changes: Changes) -> None:
         """Note payload on the first stage of each module that a rank has. If payload is copied, it is on the device

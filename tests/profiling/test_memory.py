@@ -348,6 +348,8 @@ def test_context_parallelism_divides_rows_but_not_keys_and_shards_parameters() -
         seen = 50  # up to the ends of chunks of 10 rows there are 10 and 40 on one rank, 20 and 30 on the other
         kept = 4 * (20 * (INSIDE + BETWEEN + WHOLE) + seen * 5.0)
         assert [x.device for x in both.kept] == [kept] and shards.kept == alone.kept
+    heads = memory(Candidate({"llm": ModuleLayout((0, 1), cp=2, cp_form="heads")}, 1), equal(1, 40), of=known)
+    assert [x.device for x in heads.kept] == [4 * 20 * (INSIDE + BETWEEN + WHOLE)]
 
 
 def test_keys_of_a_rank_are_those_of_sequences_up_to_its_chunks() -> None:
