@@ -197,6 +197,9 @@ class TrainingState:
             verify: argument of :func:`~hetero_strategy.checkpoint.load`.
         """
         self.finalize()
+        for module in self._modules.values():
+            if module.routing is not None:
+                module.routing.forget()
         rest, model = rest or {}, self._every_tensor()
         stored: Mapping[str, StoredTensor] = {}
         if optimizers or rest or not in_place:

@@ -60,6 +60,11 @@ class Routing:
         """Return the number of experts of all layers."""
         return len(self.routers) * self.experts
 
+    def forget(self) -> None:
+        """Drop the rows since the last optimizer step: a loaded checkpoint begins a new one."""
+        if self.chosen is not None:
+            self.chosen.zero_()
+
     def labels(self, blocks: Iterable[str]) -> list[int | str]:
         """Return the number of each router's block among all blocks of the module, by their FQNs; where it has no block
         or shares it with another router, the router's FQN.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.mixtral import modeling_mixtral
 
+from hetero_strategy.checkpoint.training import TrainingState
 from hetero_strategy.errors import ModelError
 from hetero_strategy.model import MultimodalModel, SequenceInputs
 from hetero_strategy.model.routing import Routing, StepRouting, counting, note_choices, running
@@ -188,6 +190,18 @@ def test_frozen_routers_keep_weights_and_biases() -> None:
         llm.get_submodule(router).requires_grad_(True)
     optimizer.step()  # rows of steps in which they were frozen do not count
     assert all(not llm.get_buffer(bias).any() for bias in llm.routing.biases)
+
+
+def test_a_loaded_checkpoint_drops_rows_of_batches_before(tmp_path: Path) -> None:
+    """As of a run that stopped inside a window of accumulation, whose gradients are gone, too."""
+    ours = made("deepseek_v3", router_bias_step=0.5)
+    state = TrainingState("net", {"llm": ours}, group=None)
+    state.save({"state_dict": state.model_tensors()}, tmp_path / "saved")
+    note_choices(ours, torch.arange(12).view(3, 4))
+    state.load(tmp_path / "saved", [])
+    torch.optim.SGD(ours.parameters(), 0.0).step()
+    assert ours.routing is not None
+    assert all(not ours.get_buffer(bias).any() for bias in ours.routing.biases)
 
 
 def test_a_layer_that_runs_again_counts_once() -> None:
