@@ -72,7 +72,8 @@ def taken(
             return 0.0
         node, law = action.node, costs[action.node.all_instances]
         rows, squares = (stages.stages[node].own(x[order[action.microbatch]]) for x in sizes[node.module][:2])
-        once = max(law.per_row * r + law.per_pair * s for r, s in zip(rows, squares, strict=True))
+        each = law.per_row * rows + law.per_pair * squares
+        once = each.max() if node.cohort < 0 else each.mean()  # instances of a cohort do not wait for each other
         parts = {"F": 1, "I": 1, "W": 1, "B": 2 if stages.stages[node].trains else 1}[action.kind]
         return float(once * (parts + (law.recomputed and action.kind != "F")))
 
