@@ -68,8 +68,7 @@ def test_gradients_are_those_of_one_process(pool: Pool, folders: dict[bool, str]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cp", [3, 4])
-@pytest.mark.parametrize("ways", [("alone", "recompute", "compile"), OVER], ids=str)
+@pytest.mark.parametrize(("ways", "cp"), [(("alone", "recompute", "compile"), 3), (OVER, 4)], ids=str)
 def test_more_ranks_have_rules_too(pool: Pool, folders: dict[bool, str], ways: tuple[str, ...], cp: int) -> None:
     """Each way with a rule for three ranks and another for four."""
     rules = islice(cycle(RULES), 2 * (cp - 3), None)

@@ -41,6 +41,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "compiled": {},
 }
 TRANSFORMS = {"whole recompute": {"recompute": "whole"}, "compiled": {"compile": "aot_eager"}}
+ONE, OVER = ("alone", "whole recompute", "compiled"), ("tp", "1f1b", "zb_h1", "dp", "FSDP")
+"""Ways with one instance of one stage, and the others."""
 BOUNDS = {"64-true": 1e-10, "32-true": 1e-5}
 
 
@@ -79,9 +81,15 @@ def check(pool: Pool, settings: Sequence[Setting], microbatches: int = 2) -> Non
             assert not differences(wanted, steps, BOUNDS[setting.precision]), setting
 
 
-@pytest.mark.parametrize("cp", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4))])
 @pytest.mark.parametrize(
-    "ways", [("alone", "whole recompute", "compiled"), ("tp", "1f1b", "zb_h1", "dp", "FSDP")], ids=str
+    ("ways", "cp"),
+    [
+        (ONE, 2),
+        (OVER, 2),
+        pytest.param(ONE, 3, marks=pytest.mark.full),
+        pytest.param(OVER, 4, marks=pytest.mark.full),
+    ],
+    ids=str,
 )
 def test_gradients_are_those_of_one_process(
     pool: Pool, folders: dict[bool, str], ways: tuple[str, ...], cp: int
