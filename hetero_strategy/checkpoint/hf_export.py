@@ -148,10 +148,10 @@ def as_in_origin(sources: Sources, origin: TensorFolder, tensors: Mapping[str, U
         plain = one and isinstance(sources.tensors[fqns[0]], Stored)
         converted = group if plain else conversions.revert(group, as_found=True)
         if one:  # whatever prefix the folder has
-            (name,), (made,) = names, tuple[Any, ...](converted.values())
-            if made.shape != origin.shape(name) == (*made.shape[:-2], *made.shape[:-3:-1]):
-                made = torch.transpose(made, -1, -2)  # as the folder has it: transformers does not turn it back
-            converted = {name: made}
+            (name,), (weight,) = names, tuple[Any, ...](converted.values())
+            if weight.shape != origin.shape(name) == (*weight.shape[:-2], *weight.shape[:-3:-1]):
+                weight = torch.transpose(weight, -1, -2)  # as the folder has it: transformers does not turn it back
+            converted = {name: weight}
         if converted.keys() != set(names):
             raise CheckpointError(
                 f"{origin.folder}: transformers does not turn {fqns[0]} back into {names[0]} and {len(names) - 1} more"

@@ -41,10 +41,10 @@ def use_routed_experts(model: nn.Module) -> None:
 
     ALL_EXPERTS_FUNCTIONS.register(HF_EXPERTS, _experts)
     for fqn, module in model.named_modules():
-        asked = getattr(getattr(module, "config", None), "_experts_implementation_internal", None)
-        if hasattr(module, "_is_expert_parallel") and asked not in (None, "grouped_mm", HF_EXPERTS):
+        chosen = getattr(getattr(module, "config", None), "_experts_implementation_internal", None)
+        if hasattr(module, "_is_expert_parallel") and chosen not in (None, "grouped_mm", HF_EXPERTS):
             raise ModelError(
-                f"{type(model).__name__}: {fqn} has experts_implementation={asked!r} in its config, but experts run by"
+                f"{type(model).__name__}: {fqn} has experts_implementation={chosen!r} in its config, but experts run by"
                 " grouped_mm here; leave it out"
             )
     for module in model.modules():
@@ -106,10 +106,10 @@ def routers_that_run(model: nn.Module, config: Any) -> Iterator[dict[str, str]]:
 
     def note(fqn: str, router: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if isinstance(output, tuple) and len(output) == 3 and output[0].shape[-1] == experts:
-            asked, visits = getattr(config, "num_experts_per_tok", None), output[2].shape[-1]
-            if isinstance(asked, int) and asked != visits:  # not a list, one for each layer
+            per_row, visits = getattr(config, "num_experts_per_tok", None), output[2].shape[-1]
+            if isinstance(per_row, int) and per_row != visits:  # not a list, one for each layer
                 raise ModelError(
-                    f"{type(model).__name__}: num_experts_per_tok={asked}, but {fqn} chooses {visits}; set that"
+                    f"{type(model).__name__}: num_experts_per_tok={per_row}, but {fqn} chooses {visits}; set that"
                 )
             with torch.enable_grad():  # for the graph, on the meta device
                 ran[fqn] = _normalized_by(router.forward(*args, **kwargs)[0])
