@@ -24,12 +24,13 @@ from hydra import compose, initialize_config_dir
 from benchmarks.all_plans import KINDS, LANGUAGE_MODEL, all_ways
 from benchmarks.common import Options, option, program, report
 from hetero_strategy.errors import LayoutError, ScheduleError
+from hetero_strategy.layout.spec import divisors
 from hetero_strategy.model.read_spec import spec_of
 from hetero_strategy.model.spec import ModelSpec
 from hetero_strategy.papers.disttrain import Unit, allocate_resources
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.planner.search import Planner
-from hetero_strategy.planner.space import Degrees, divisors
+from hetero_strategy.planner.space import Degrees
 from hetero_strategy.simulator.cluster import Cluster
 from hetero_strategy.simulator.cost_model import CostModel
 from hetero_strategy.testing.plans import batch, cluster, model

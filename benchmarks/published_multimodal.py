@@ -36,6 +36,7 @@ import numpy as np
 
 from benchmarks.planner import paper
 from hetero_strategy.layout import ModuleLayout
+from hetero_strategy.layout.spec import divisors
 from hetero_strategy.model.spec import ModelSpec
 from hetero_strategy.plan.config import BalanceConfig
 from hetero_strategy.plan.step_plan import StepMetadata
@@ -44,7 +45,6 @@ from hetero_strategy.planner.evaluate import Evaluator, Step
 from hetero_strategy.planner.explain import ExposedCollectives
 from hetero_strategy.planner.ranking import by_turns
 from hetero_strategy.planner.search import Planner
-from hetero_strategy.planner.space import divisors
 from hetero_strategy.planner.step_seconds import first_samples
 from hetero_strategy.schedule.action import Action, Span, StageId, StepWork
 from hetero_strategy.schedule.build import make_schedule

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import pairwise
 from math import prod
 from numbers import Integral
@@ -22,6 +23,12 @@ DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 ContextOrder = Literal["auto", "zigzag", "blocks"]
 ContextForm = Literal["keys", "heads"]
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Return all divisors of a number, ascending."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 @dataclass(frozen=True)

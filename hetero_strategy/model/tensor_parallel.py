@@ -21,6 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from hetero_strategy.layout.spec import divisors
+
 Plan = Mapping[str, ParallelStyle]
 
 
@@ -198,7 +200,6 @@ def divisible(tp: int, **sizes: int) -> list[str]:
 
 def _nearest(tp: int, *sizes: int) -> str:
     """Return the fix: the next smaller and the next larger degree that divide all sizes."""
-    common = gcd(*sizes)
-    degrees = [n for n in range(1, common + 1) if common % n == 0]
+    degrees = divisors(gcd(*sizes))
     nearest = [*[n for n in degrees if n < tp][-1:], *[n for n in degrees if n > tp][:1]]
     return f"set tp={' or '.join(map(str, nearest))}"

@@ -9,6 +9,7 @@ gradients over ``efsdp`` and ``dp_replicate``. Their scale is 1: a row's gradien
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import gcd
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.layout.spec import ModuleLayout, divisors
 from hetero_strategy.model.adapter import Adapter
 from hetero_strategy.model.experts import Exchange
 from hetero_strategy.model.read_spec import expert_sizes
@@ -96,8 +97,10 @@ def shard_experts(
 
 def expert_faults(module: Adapter, layout: ModuleLayout) -> Iterator[str]:
     """Yield why a module's experts cannot be divided as its layout says."""
+    if layout.tp * layout.ep == 1:
+        return
     adapted = [fqn for fqn, _ in module.named_modules() if fqn.endswith("experts.base_layer")]  # peft's name
-    if adapted and layout.tp * layout.ep > 1:
+    if adapted:
         yield (
             f"ep={layout.ep} and tp={layout.tp} divide {adapted[0]}, but not the adapters of its experts; set ep=1 and"
             " tp=1, or leave experts out of target_parameters and target_modules"
@@ -123,6 +126,5 @@ def expert_faults(module: Adapter, layout: ModuleLayout) -> Iterator[str]:
 
 def _nearest(experts: int, layout: ModuleLayout) -> str:
     """Return the fix: the degrees that divide the experts, and the ranks."""
-    ranks = layout.shards * layout.tp
-    possible = [n for n in range(1, ranks + 1) if ranks % n == 0 and experts % n == 0 and n != layout.ep]
+    possible = [n for n in divisors(gcd(layout.shards * layout.tp, experts)) if n != layout.ep]
     return f"set ep={' or '.join(map(str, possible))}"

@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import chain, product
 from math import inf, lcm
 
-from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.layout.spec import ModuleLayout, divisors
 from hetero_strategy.planner.candidate import Candidate, RunOptions
 from hetero_strategy.planner.evaluate import Evaluator
 from hetero_strategy.planner.propose import FEW, FEW_MODULES
-from hetero_strategy.planner.space import Degrees, degrees, divided, divisors, one_after_another, shards
+from hetero_strategy.planner.space import Degrees, degrees, divided, one_after_another, shards
 
 
 class Neighbours:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.layout.spec import ModuleLayout, divisors
 from hetero_strategy.layout.split_layers import split
 from hetero_strategy.model.spec import ModelSpec
 from hetero_strategy.plan.balance import Cost
@@ -27,7 +27,6 @@ from hetero_strategy.planner.space import (
     Partition,
     degrees,
     divided,
-    divisors,
     on_nodes,
     partitions,
     shards,

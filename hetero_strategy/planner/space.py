@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import cache, reduce
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from hetero_strategy.layout.spec import ModuleLayout
+from hetero_strategy.layout.spec import ModuleLayout, divisors
 from hetero_strategy.model.spec import ModuleSpec
 from hetero_strategy.parallelize.transform import Transform
 
@@ -99,12 +99,6 @@ def partitions(modules: Sequence[str]) -> Iterator[Partition]:
             joined = ((first, *others[i]), *others[:i], *others[i + 1 :])
             yield tuple(sorted(joined, key=lambda group: modules.index(group[0])))
         yield ((first,), *others)
-
-
-@cache
-def divisors(number: int) -> tuple[int, ...]:
-    """Return all divisors of a number, ascending."""
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
 
 
 def degrees(
