@@ -145,7 +145,7 @@ class _Module:
     def _in_context(self, flows: bool) -> Float64[np.ndarray, "quantities context"]:
         """Return the bytes that context parallelism adds for each key while a block runs: it and its gradients."""
         width = self.module.context_width * self.dtype.itemsize
-        return np.array([0, 0, 0, 0, width, 2 * width * flows, 0.0])[:, None]
+        return np.array([0.0] * len(KEPT) + [width, 2 * width * flows, 0.0])[:, None]
 
     def _later(self, fqns: Sequence[str], changes: tuple[Transform, ...]) -> float:
         """Return the additional bytes per row of a block that is not the first of a stage: its input if it needs one,
@@ -180,7 +180,8 @@ class _Module:
             def work(weights: list[Tensor]) -> list[float]:
                 run, trains = partial(stage, inputs, rows, hidden), bool(weights) or flows
                 if any(each.moves for each in changes):  # what has left cannot go backward
-                    return [*_stays(run, counted), 0.0, 0.0, 0.0] if trains else [0.0] * 7
+                    stay = _stays(run, counted) if trains else [0.0] * len(KEPT)
+                    return [*stay, 0.0, 0.0, 0.0]
                 quantities, split = _whole(run, counted, trains), flows and weights and not changes
                 return [*quantities, _halves(run, counted, leaves, weights) if split else quantities[-1]]
 
